@@ -1,0 +1,146 @@
+"""The commands. `scripts/apply.sh` is `python -m patchset apply`, `scripts/test.sh` is `python -m patchset test`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from . import REPOSITORY, __version__, pins, report
+from .apply import Outcome, Request, build_pin, patch_tree, revert_tree, status_tree
+from .errors import PatchsetError, UsageError
+from .lock import read_lock, records, write_lock
+from .plan import make_plan
+from .series import load
+from .tree import Tree, installed_tree
+
+EXIT_CODES = """exit status:
+  0  applied, or nothing to do
+  1  conflict: a patch does not fit, files were edited since, or a file cannot be written; nothing was changed
+  2  the command line, the series or the target is not usable
+  3  an upstream source could not be had
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    errors = Console(stderr=True)
+    try:
+        command: Callable[[argparse.Namespace, Console], int] = options.run
+        return command(options, errors)
+    except PatchsetError as error:
+        if getattr(options, "json", False):
+            report.print_json({"error": str(error), "details": list(error.details), "exit_status": error.exit_code})
+        report.print_error(error, errors)
+        return error.exit_code
+    except KeyboardInterrupt:
+        errors.print("interrupted", style="red")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="patchset", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    apply = commands.add_parser(
+        "apply",
+        help="patch a verl tree",
+        prog="scripts/apply.sh",
+        description="Applies the patch-set to a verl tree. Without a target: the default pin, into build/.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    target = apply.add_mutually_exclusive_group()
+    target.add_argument("--pin", metavar="NAME", help="a pin of ci/pins.toml")
+    target.add_argument("--all", action="store_true", help="every release pin")
+    target.add_argument("--tree", metavar="PATH", type=Path, help="in place: a checkout, or a folder that holds verl/")
+    target.add_argument("--installed", metavar="PYTHON", nargs="?", const="python3", help="the verl of an interpreter")
+    apply.add_argument("--out", metavar="DIR", type=Path, help="where to put a pin (default: build/verl-NAME)")
+    apply.add_argument("--upstream", metavar="PATH", type=Path, help="clone of upstream, for pins that are commits")
+    chosen = apply.add_mutually_exclusive_group()
+    chosen.add_argument("--only", metavar="NAME", nargs="+", help="these patches alone")
+    chosen.add_argument("--until", metavar="NAME", help="the series up to this patch")
+    output = apply.add_mutually_exclusive_group()
+    output.add_argument("--dry-run", action="store_true", help="unified diff on standard output, nothing written")
+    output.add_argument("--commit", action="store_true", help="one git commit a patch")
+    output.add_argument("--export", metavar="DIR", type=Path, help="mailbox patches for git am; the tree is left alone")
+    output.add_argument("--overlay", metavar="DIR", type=Path, help="touched files, whole; the tree is left alone")
+    output.add_argument("--status", action="store_true", help="what is applied, and what was edited since")
+    output.add_argument("--revert", action="store_true", help="take the patch-set back, byte for byte")
+    apply.add_argument("--allow-dirty", action="store_true", help="--commit beside uncommitted changes of other files")
+    apply.add_argument("--any-tree", action="store_true", help="--overlay for a tree that is no pin")
+    apply.add_argument("--json", action="store_true", help="JSON on standard output")
+    apply.set_defaults(run=_apply)
+
+    lock = commands.add_parser("lock", help="write ci/pins.lock anew", description="Writes ci/pins.lock anew.")
+    lock.add_argument("--upstream", metavar="PATH", type=Path, help="clone of upstream; without it its pins stay")
+    lock.set_defaults(run=_lock)
+
+    lint = commands.add_parser("lint", help="check the series", description="Checks the series and its rule files.")
+    lint.set_defaults(run=_lint)
+    return parser
+
+
+def _lint(options: argparse.Namespace, errors: Console) -> int:
+    series = load()
+    errors.print(f"{len(series.patches)} patches, {sum(len(patch.rules) for patch in series.patches)} rules")
+    return 0
+
+
+def _lock(options: argparse.Namespace, errors: Console) -> int:
+    series, known, locked = load(), pins.load_pins(), read_lock()
+    everything = series.select()
+    with TemporaryDirectory(prefix="patchset-") as folder, errors.status("") as progress:
+        for name, pin in known.pins.items():
+            if pin.source == "git" and options.upstream is None:
+                errors.print(f"{name}: kept as it is, no --upstream given")
+                continue
+            progress.update(name)
+            pins.unpack(name, pin, Path(folder) / name, options.upstream)
+            tree = Tree.at(Path(folder) / name)
+            locked[name] = records(make_plan(tree, tree.read, series, everything))
+    write_lock({name: files for name, files in locked.items() if name in known.pins})
+    return 0
+
+
+def _apply(options: argparse.Namespace, errors: Console) -> int:
+    series = load()
+    upstream = options.upstream or (Path(os.environ["VERL_UPSTREAM"]) if os.environ.get("VERL_UPSTREAM") else None)
+    if options.out is not None and (options.tree or options.installed or options.all):
+        raise UsageError("--out goes with --pin")
+    if options.all and (options.export or options.overlay):
+        raise UsageError("--export and --overlay take one pin or tree at a time")
+    request = Request(
+        options.only, options.until, options.dry_run, options.commit, options.allow_dirty, options.export,
+        options.overlay, options.any_tree,
+    )  # fmt: skip
+    known = pins.load_pins()
+    names = known.releases if options.all else [options.pin or known.default]
+    tree = Tree.at(options.tree) if options.tree else installed_tree(options.installed) if options.installed else None
+    outcomes: list[Outcome] = []
+    with errors.status("") as progress:
+        if options.status or options.revert:
+            trees = [tree] if tree else [Tree.at(options.out or REPOSITORY / "build" / f"verl-{name}") for name in names]
+            outcomes = [revert_tree(at) if options.revert else status_tree(at, series) for at in trees]
+        elif tree is not None:
+            outcomes.append(patch_tree(tree, request, series))
+        else:
+            for name in names:
+                progress.update(f"verl {name}")
+                outcomes.append(build_pin(name, options.out, request, series, upstream))
+    if options.json:
+        report.print_json({"patchset": __version__, "targets": [outcome.json() for outcome in outcomes]})
+    elif options.dry_run:
+        sys.stdout.write("".join(outcome.diff for outcome in outcomes))
+    else:
+        verb = "reverted" if options.revert else "patched"
+        report.print_outcomes(outcomes, Console(), verb)
+    return 0

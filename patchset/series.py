@@ -1,0 +1,206 @@
+"""Reads the series: which patches there are, what each one says of itself, which rules it has; and lints it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from . import REPOSITORY
+from .errors import UsageError
+
+GENERATED_PREFIX = "verl/trainer/config/_generated_"
+
+
+class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where upstream has the same change. All None and no pins for a change that upstream lacks."""
+
+    pull_request: int | None
+    commit: str | None
+    first_release: str | None
+    pins: list[str]
+
+
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One structural question to a tree: does `rule` match in `file`?"""
+
+    file: str
+    message: str
+    language: str
+    rule: dict[str, Any]
+
+
+class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """What `patch.yaml` says of its patch.
+
+    Attributes:
+        present: the patch is already in a tree in which every probe matches.
+        needed: where given, a tree in which a probe does not match has no use for the patch.
+        optional_files: files with rules that a tree may lack, with the reason.
+        regenerates: generated reference YAML that follows from the patch's configuration edits.
+        overlay: files of `verl_overlay/` that come with the patch.
+    """
+
+    subject: str
+    message: str
+    why: str
+    upstream: Upstream
+    requires: list[str]
+    present: list[Probe]
+    retire: str
+    needed: list[Probe] = []
+    optional_files: dict[str, str] = msgspec.field(default_factory=dict, name="optional_files")
+    regenerates: list[str] = []
+    overlay: list[str] = []
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule document of a patch.
+
+    Attributes:
+        target: upstream file that the rule reads and edits.
+        document: the ast-grep document as it stands in the rule file.
+        expect: number of matches the rule has to have; None for a witness, which edits nothing.
+        unless: id of the witness whose match says that the edit is not needed.
+    """
+
+    target: str
+    document: dict[str, Any]
+    expect: int | None
+    unless: str | None
+
+    @property
+    def id(self) -> str:
+        return str(self.document["id"])
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch of the series: its folder's name, metadata, and rules in the order of its rule files."""
+
+    name: str
+    metadata: Metadata
+    rules: tuple[Rule, ...]
+
+    @property
+    def targets(self) -> list[str]:
+        return sorted({rule.target for rule in self.rules})
+
+
+@dataclass(frozen=True)
+class Series:
+    """The patches in their order, and the folder of the files that they lay over a tree."""
+
+    patches: tuple[Patch, ...]
+    overlay: Path
+
+    def select(self, only: list[str] | None = None, until: str | None = None) -> set[str]:
+        """Names of the chosen patches; a name may be shortened to what tells it apart.
+
+        Raises:
+            UsageError: a name fits no patch, or several.
+        """
+        names = [patch.name for patch in self.patches]
+
+        def full(short: str) -> str:
+            fits = [name for name in names if name == short] or [name for name in names if name.startswith(short)]
+            if len(fits) != 1:
+                what = "fits several patches" if fits else "is no patch of the series"
+                raise UsageError(f"{short!r} {what}: {', '.join(fits or names)}")
+            return fits[0]
+
+        if until is not None:
+            return set(names[: names.index(full(until)) + 1])
+        return {full(short) for short in only} if only is not None else set(names)
+
+    def overlay_bytes(self, path: str) -> bytes:
+        return (self.overlay / path).read_bytes()
+
+
+def _rules(folder: Path, problems: list[str]) -> list[Rule]:
+    rules: list[Rule] = []
+    for file in sorted(folder.rglob("*.yml")):
+        target = file.relative_to(folder).as_posix().removesuffix(".yml")
+        where = f"{folder.parent.name}/rules/{target}.yml"
+        try:
+            documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+        except yaml.YAMLError as error:
+            problems.append(f"{where} is no YAML: {' '.join(str(error).split())}")
+            continue
+        for document in documents:
+            if not isinstance(document, dict) or not {"id", "language", "rule", "message"} <= document.keys():
+                problems.append(f"{where}: a rule needs id, language, message and rule")
+                continue
+            if document.get("files") != [target]:
+                problems.append(f"{where}: {document['id']} must have `files: [{target}]`, so that it runs alone")
+            stated = document.get("metadata", {})
+            expect, unless = stated.get("expect"), stated.get("unless")
+            if ("fix" in document) != (isinstance(expect, int) and expect > 0):
+                problems.append(f"{where}: {document['id']} needs `fix` and `metadata.expect` (a count) together")
+            rules.append(Rule(target, document, expect, unless))
+    ids = [rule.id for rule in rules]
+    for rule in rules:
+        if ids.count(rule.id) > 1:
+            problems.append(f"{folder.parent.name}: rule id {rule.id} stands twice")
+        witness = [other for other in rules if other.id == rule.unless and other.target == rule.target]
+        if rule.unless is not None and not (witness and witness[0].expect is None):
+            problems.append(f"{folder.parent.name}: {rule.id} names no witness of its file: {rule.unless}")
+    return rules
+
+
+def load(repository: Path = REPOSITORY) -> Series:
+    """The series of a repository, linted.
+
+    Raises:
+        UsageError: with every problem of the series in its details.
+    """
+    folder, problems = repository / "patches", list[str]()
+    listed = [
+        line.strip()
+        for line in (folder / "series").read_text(encoding="utf-8").splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+    on_disk = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+    problems += [f"{name} stands {listed.count(name)} times in the series" for name in set(listed) if listed.count(name) > 1]
+    problems += [f"{name} is in the series but has no folder" for name in listed if name not in on_disk]
+    problems += [f"{name} has a folder but is not in the series" for name in sorted(on_disk - set(listed))]
+
+    patches: list[Patch] = []
+    for name in dict.fromkeys(name for name in listed if name in on_disk):
+        try:
+            metadata = msgspec.convert(yaml.safe_load((folder / name / "patch.yaml").read_text("utf-8")), Metadata)
+        except FileNotFoundError:
+            problems.append(f"{name} has no patch.yaml")
+            continue
+        except (yaml.YAMLError, msgspec.ValidationError) as error:
+            problems.append(f"{name}/patch.yaml: {' '.join(str(error).split())}")
+            continue
+        if not metadata.present:
+            problems.append(f"{name}/patch.yaml: `present` needs a probe")
+        for field in ("subject", "message", "why", "retire"):
+            if not getattr(metadata, field).strip():
+                problems.append(f"{name}/patch.yaml: `{field}` is empty")
+        earlier = [patch.name for patch in patches]
+        problems += [f"{name} requires {need}, which does not come before it" for need in metadata.requires if need not in earlier]
+        rules = _rules(folder / name / "rules", problems)
+        known = {rule.target for rule in rules}
+        problems += [f"{name}: optional file {file} has no rules" for file in metadata.optional_files if file not in known]
+        problems += [f"{name}: {file} is not generated YAML" for file in metadata.regenerates if not file.startswith(GENERATED_PREFIX)]
+        patches.append(Patch(name, metadata, tuple(rules)))
+
+    overlay = repository / "verl_overlay"
+    claimed = {file for patch in patches for file in patch.metadata.overlay}
+    files = {
+        file.relative_to(overlay).as_posix()
+        for file in overlay.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    problems += [f"verl_overlay/{file} belongs to no patch: list it under `overlay`" for file in sorted(files - claimed)]
+    problems += [f"verl_overlay/{file} is listed by a patch but missing" for file in sorted(claimed - files)]
+    if problems:
+        raise UsageError(f"the series has {len(problems)} problem(s)", tuple(problems))
+    return Series(tuple(patches), overlay)

@@ -1,0 +1,81 @@
+"""Formats edits as the tree formats its own code, and nothing beside them."""
+
+from __future__ import annotations
+
+import difflib
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .astgrep import executable
+from .errors import Conflict
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: What every pin's pyproject.toml sets; used where a tree brings no settings, such as an installed verl.
+UPSTREAM_SETTINGS = ("--isolated", "--config", "line-length=120")
+
+
+@dataclass(frozen=True)
+class Style:
+    """ruff with one tree's settings."""
+
+    settings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, root: Path) -> Style:
+        """The settings of a tree's pyproject.toml, or upstream's where it has none.
+
+        Args:
+            root: folder that holds verl/.
+        """
+        project = root / "pyproject.toml"
+        try:
+            has_ruff = "ruff" in tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {})
+        except (OSError, ValueError):
+            has_ruff = False
+        return cls(("--config", str(project.resolve())) if has_ruff else UPSTREAM_SETTINGS)
+
+    def format(self, folder: Path, before: Mapping[str, bytes]) -> None:
+        """Formats edited Python files in place.
+
+        A file that was formatted before the edit is formatted whole, which then changes the edits alone; of any
+        other file only the edited lines are.
+
+        Args:
+            folder: holds the edited files.
+            before: content of each edited file before the edit; other files than Python's are left alone.
+
+        Raises:
+            Conflict: ruff cannot read an edited file.
+        """
+        paths = sorted(path for path in before if path.endswith(".py"))
+        if not paths:
+            return
+        drifted = {path for path in paths if self._run(folder, path, before[path]) != before[path]}
+        whole = [path for path in paths if path not in drifted]
+        if whole:
+            self._ruff(folder, [*whole])
+        for path in drifted:
+            edited = (folder / path).read_text(encoding="utf-8").splitlines()
+            old = before[path].decode().splitlines()
+            hunks = difflib.SequenceMatcher(a=old, b=edited, autojunk=False).get_opcodes()
+            for tag, _, _, start, end in reversed(hunks):
+                if tag in ("insert", "replace"):
+                    self._ruff(folder, [f"--range={start + 1}-{end + 1}", path])
+
+    def _run(self, folder: Path, path: str, data: bytes) -> bytes:
+        command = [executable("ruff"), "format", *self.settings, "--no-cache", "--stdin-filename", path, "-"]
+        done = subprocess.run(command, cwd=folder, input=data, capture_output=True, check=False)
+        return done.stdout if done.returncode == 0 else b""
+
+    def _ruff(self, folder: Path, arguments: list[str]) -> None:
+        command = [executable("ruff"), "format", *self.settings, "--no-cache", "--quiet", *arguments]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise Conflict("the edited files cannot be formatted", tuple(done.stderr.strip().splitlines()))
