@@ -157,7 +157,11 @@ def status_tree(tree: Tree, series: Series) -> Outcome:
     for patch in series.patches:
         commit = commits.get(patch.name)
         stated = known.get(patch.name) or (Status.APPLIED.value if commit else "not applied")
-        outcome.patches[patch.name] = {"status": stated, "files": [], "reason": f"commit {commit[:12]}" if commit else ""}
+        outcome.patches[patch.name] = {
+            "status": stated,
+            "files": [],
+            "reason": f"commit {commit[:12]}" if commit else "",
+        }
     return outcome
 
 

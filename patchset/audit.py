@@ -38,14 +38,15 @@ def audit(tree: Tree, series: Series, planned: Mapping[str, bytes]) -> None:
     if findings:
         lines = tuple(f"{finding.file}:{finding.line}: {finding.function} {finding.problem}" for finding in findings)
         raise Conflict(
-            f"{len(findings)} call(s) would pack without the bucket: pass it, or mark the line `# thd-bucket: <reason>`",
+            f"{len(findings)} call(s) would pack without the bucket: pass it, or mark the line # thd-bucket: REASON",
             lines,
         )
 
 
 def _load(series: Series) -> ModuleType:
     spec = importlib.util.spec_from_file_location("check_thd_bucket_calls", series.overlay / _CHECK)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.dont_write_bytecode, keep = True, sys.dont_write_bytecode
     try:

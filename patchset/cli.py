@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from . import REPOSITORY, __version__, pins, report
+from . import REPOSITORY, __version__, pins, report, verify
 from .apply import Outcome, Request, build_pin, patch_tree, revert_tree, status_tree
 from .errors import PatchsetError, UsageError
 from .lock import read_lock, records, write_lock
@@ -84,9 +86,46 @@ def _parser() -> argparse.ArgumentParser:
     lock.add_argument("--upstream", metavar="PATH", type=Path, help="clone of upstream; without it its pins stay")
     lock.set_defaults(run=_lock)
 
+    test = commands.add_parser(
+        "test",
+        help="prove the patch-set",
+        prog="scripts/test.sh",
+        description="Runs this repository's tests, then every check on every release pin, and prints one table.",
+    )
+    test.add_argument("--pin", metavar="NAME", nargs="+", help="these pins instead of every release")
+    test.add_argument("--tree", metavar="PATH", type=Path, help="a copy of this tree instead, with its whole CPU suite")
+    test.add_argument("--upstream", metavar="PATH", type=Path, help="clone of upstream: its commits are pins as well")
+    test.add_argument("--jobs", metavar="N", type=int, default=2, help="trees at a time (default: 2)")
+    test.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
+    test.set_defaults(run=_test)
+
     lint = commands.add_parser("lint", help="check the series", description="Checks the series and its rule files.")
     lint.set_defaults(run=_lint)
     return parser
+
+
+def _test(options: argparse.Namespace, errors: Console) -> int:
+    series, known = load(), pins.load_pins()
+    results: list[verify.Result] = []
+
+    def tell(result: verify.Result) -> None:
+        results.append(result)
+        report.print_result(result, errors)
+
+    everything = options.pin is None and options.tree is None
+    if everything:
+        tell(verify.own_tests(errors))
+    names = options.pin or (list(known.pins) if everything else [])
+    upstream = options.upstream or _upstream_from_environment()
+    verify.verify(series, names, options.tree, upstream, verify.workspace_folder(), tell, options.jobs)
+    report.print_results(results, report.console())
+    if options.json is not None:
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2) + "\n")
+    return 1 if any(result.passed is False for result in results) else 0
+
+
+def _upstream_from_environment() -> Path | None:
+    return Path(os.environ["VERL_UPSTREAM"]) if os.environ.get("VERL_UPSTREAM") else None
 
 
 def _lint(options: argparse.Namespace, errors: Console) -> int:
@@ -113,7 +152,7 @@ def _lock(options: argparse.Namespace, errors: Console) -> int:
 
 def _apply(options: argparse.Namespace, errors: Console) -> int:
     series = load()
-    upstream = options.upstream or (Path(os.environ["VERL_UPSTREAM"]) if os.environ.get("VERL_UPSTREAM") else None)
+    upstream = options.upstream or _upstream_from_environment()
     if options.out is not None and (options.tree or options.installed or options.all):
         raise UsageError("--out goes with --pin")
     if options.all and (options.export or options.overlay):
@@ -128,7 +167,9 @@ def _apply(options: argparse.Namespace, errors: Console) -> int:
     outcomes: list[Outcome] = []
     with errors.status("") as progress:
         if options.status or options.revert:
-            trees = [tree] if tree else [Tree.at(options.out or REPOSITORY / "build" / f"verl-{name}") for name in names]
+            trees = (
+                [tree] if tree else [Tree.at(options.out or REPOSITORY / "build" / f"verl-{name}") for name in names]
+            )
             outcomes = [revert_tree(at) if options.revert else status_tree(at, series) for at in trees]
         elif tree is not None:
             outcomes.append(patch_tree(tree, request, series))
@@ -142,5 +183,5 @@ def _apply(options: argparse.Namespace, errors: Console) -> int:
         sys.stdout.write("".join(outcome.diff for outcome in outcomes))
     else:
         verb = "reverted" if options.revert else "patched"
-        report.print_outcomes(outcomes, Console(), verb)
+        report.print_outcomes(outcomes, report.console(), verb)
     return 0

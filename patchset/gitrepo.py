@@ -45,6 +45,19 @@ def dirty(tree: Tree) -> list[str]:
     return [entry[3:] for entry in out.split("\0") if entry]
 
 
+def tracked(tree: Tree) -> list[str]:
+    """Files that git tracks below a tree's root, relative to it."""
+    return [name for name in _git(tree.root, "ls-files", "-z").decode().split("\0") if name]
+
+
+def make_repository(folder: Path) -> None:
+    """Makes a folder a git repository with one commit that holds everything in it."""
+    environment = {**os.environ, **_NEUTRAL}
+    _git(folder, "init", "--quiet", "--initial-branch=main", env=environment)
+    _git(folder, "add", "--all", "--force", env=environment)
+    _git(folder, "commit", "--quiet", "--no-verify", "--message=pristine", env=environment)
+
+
 def trailers(tree: Tree, key: str) -> dict[str, str]:
     """Value of a trailer -> newest commit of HEAD's history that carries it."""
     placeholder = f"%H%x00%(trailers:key={key},valueonly,separator=%x2C)"
@@ -106,9 +119,7 @@ def diff(before: Mapping[str, bytes | None], after: Mapping[str, bytes | None]) 
 
 
 @contextmanager
-def _passing_repository(
-    base: Mapping[str, bytes], commits: list[Commit]
-) -> Iterator[tuple[Path, str, dict[str, str]]]:
+def _passing_repository(base: Mapping[str, bytes], commits: list[Commit]) -> Iterator[tuple[Path, str, dict[str, str]]]:
     with TemporaryDirectory(prefix="patchset-") as name:
         root, environment = Path(name), {**os.environ, **_NEUTRAL}
         for key in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
@@ -157,5 +168,7 @@ def _git(
         raise UsageError("git is not installed, which this option needs") from error
     if done.returncode not in codes:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UsageError(f"git {arguments[0]} failed in {root}: {lines[-1] if lines else done.returncode}", tuple(lines))
+        raise UsageError(
+            f"git {arguments[0]} failed in {root}: {lines[-1] if lines else done.returncode}", tuple(lines)
+        )
     return done.stdout

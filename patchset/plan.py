@@ -91,7 +91,9 @@ def make_plan(tree: Tree, pristine: Read, series: Series, selected: set[str]) ->
         there = {step.patch.name for step in steps if step.status in (Status.APPLIED, Status.UPSTREAM)}
         missing = [need for need in patch.metadata.requires if need not in there]
         if missing:
-            raise Conflict(f"{patch.name} requires {', '.join(missing)}, which this tree lacks and which is not selected")
+            raise Conflict(
+                f"{patch.name} requires {', '.join(missing)}, which this tree lacks and which is not selected"
+            )
         files = rewrite(patch, read, style)
         files |= _regenerate(patch, tree, read, files, notes)
         files |= _overlay(patch, tree, series, read)

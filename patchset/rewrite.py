@@ -110,7 +110,9 @@ def _explain(
         numbers = [match.line for match in matches if match.rule_id == rule.id]
     else:
         numbers = _nearest(rule.document["rule"], source)
-    return lines + [f"    {'match' if found else 'near'}: line {number}: {source[number - 1].strip()}" for number in numbers]
+    return lines + [
+        f"    {'match' if found else 'near'}: line {number}: {source[number - 1].strip()}" for number in numbers
+    ]
 
 
 def _nearest(rule: Any, source: list[str], most: int = 3) -> list[int]:

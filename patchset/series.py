@@ -42,6 +42,7 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
         optional_files: files with rules that a tree may lack, with the reason.
         regenerates: generated reference YAML that follows from the patch's configuration edits.
         overlay: files of `verl_overlay/` that come with the patch.
+        proofs: tests of the overlay that fail on a tree which needs the patch and lacks it.
     """
 
     subject: str
@@ -55,6 +56,7 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     optional_files: dict[str, str] = msgspec.field(default_factory=dict, name="optional_files")
     regenerates: list[str] = []
     overlay: list[str] = []
+    proofs: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -158,49 +160,67 @@ def load(repository: Path = REPOSITORY) -> Series:
     Raises:
         UsageError: with every problem of the series in its details.
     """
-    folder, problems = repository / "patches", list[str]()
-    listed = [
-        line.strip()
-        for line in (folder / "series").read_text(encoding="utf-8").splitlines()
-        if line.strip() and not line.startswith("#")
-    ]
-    on_disk = {entry.name for entry in folder.iterdir() if entry.is_dir()}
-    problems += [f"{name} stands {listed.count(name)} times in the series" for name in set(listed) if listed.count(name) > 1]
-    problems += [f"{name} is in the series but has no folder" for name in listed if name not in on_disk]
-    problems += [f"{name} has a folder but is not in the series" for name in sorted(on_disk - set(listed))]
-
+    folder, overlay, problems = repository / "patches", repository / "verl_overlay", list[str]()
     patches: list[Patch] = []
-    for name in dict.fromkeys(name for name in listed if name in on_disk):
-        try:
-            metadata = msgspec.convert(yaml.safe_load((folder / name / "patch.yaml").read_text("utf-8")), Metadata)
-        except FileNotFoundError:
-            problems.append(f"{name} has no patch.yaml")
-            continue
-        except (yaml.YAMLError, msgspec.ValidationError) as error:
-            problems.append(f"{name}/patch.yaml: {' '.join(str(error).split())}")
-            continue
-        if not metadata.present:
-            problems.append(f"{name}/patch.yaml: `present` needs a probe")
-        for field in ("subject", "message", "why", "retire"):
-            if not getattr(metadata, field).strip():
-                problems.append(f"{name}/patch.yaml: `{field}` is empty")
-        earlier = [patch.name for patch in patches]
-        problems += [f"{name} requires {need}, which does not come before it" for need in metadata.requires if need not in earlier]
-        rules = _rules(folder / name / "rules", problems)
-        known = {rule.target for rule in rules}
-        problems += [f"{name}: optional file {file} has no rules" for file in metadata.optional_files if file not in known]
-        problems += [f"{name}: {file} is not generated YAML" for file in metadata.regenerates if not file.startswith(GENERATED_PREFIX)]
-        patches.append(Patch(name, metadata, tuple(rules)))
-
-    overlay = repository / "verl_overlay"
-    claimed = {file for patch in patches for file in patch.metadata.overlay}
-    files = {
-        file.relative_to(overlay).as_posix()
-        for file in overlay.rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    }
-    problems += [f"verl_overlay/{file} belongs to no patch: list it under `overlay`" for file in sorted(files - claimed)]
-    problems += [f"verl_overlay/{file} is listed by a patch but missing" for file in sorted(claimed - files)]
+    for name in _listed(folder, problems):
+        patch = _patch(folder / name, problems)
+        if patch is not None:
+            earlier = {before.name for before in patches}
+            missing = [need for need in patch.metadata.requires if need not in earlier]
+            problems += [f"{name} requires {need}, which does not come before it" for need in missing]
+            patches.append(patch)
+    _check_overlay(patches, overlay, problems)
     if problems:
         raise UsageError(f"the series has {len(problems)} problem(s)", tuple(problems))
     return Series(tuple(patches), overlay)
+
+
+def _listed(folder: Path, problems: list[str]) -> list[str]:
+    """Names in the series that have a folder, each once."""
+    lines = (line.strip() for line in (folder / "series").read_text(encoding="utf-8").splitlines())
+    listed = [line for line in lines if line and not line.startswith("#")]
+    on_disk = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+    names = list(dict.fromkeys(listed))
+    problems += [f"{name} stands {listed.count(name)} times in the series" for name in names if listed.count(name) > 1]
+    problems += [f"{name} is in the series but has no folder" for name in names if name not in on_disk]
+    problems += [f"{name} has a folder but is not in the series" for name in sorted(on_disk.difference(names))]
+    return [name for name in names if name in on_disk]
+
+
+def _patch(folder: Path, problems: list[str]) -> Patch | None:
+    name = folder.name
+    try:
+        metadata = msgspec.convert(yaml.safe_load((folder / "patch.yaml").read_text(encoding="utf-8")), Metadata)
+    except FileNotFoundError:
+        problems.append(f"{name} has no patch.yaml")
+        return None
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        problems.append(f"{name}/patch.yaml: {' '.join(str(error).split())}")
+        return None
+    rules = _rules(folder / "rules", problems)
+    targets = {rule.target for rule in rules}
+    said = {
+        "`present` needs a probe": not metadata.present,
+        "`proofs` needs a test of the overlay": not metadata.proofs,
+        **{f"`{key}` is empty": not getattr(metadata, key).strip() for key in ("subject", "message", "why", "retire")},
+        **{f"optional file {file} has no rules": file not in targets for file in metadata.optional_files},
+        **{f"{file} is no generated YAML": not file.startswith(GENERATED_PREFIX) for file in metadata.regenerates},
+    }
+    problems += [f"{name}/patch.yaml: {problem}" for problem, holds in said.items() if holds]
+    return Patch(name, metadata, tuple(rules))
+
+
+def _check_overlay(patches: list[Patch], overlay: Path, problems: list[str]) -> None:
+    claimed = {file for patch in patches for file in patch.metadata.overlay}
+    present = {
+        path.relative_to(overlay).as_posix()
+        for path in overlay.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    problems += [
+        f"verl_overlay/{file} belongs to no patch: list it under `overlay`" for file in sorted(present - claimed)
+    ]
+    problems += [f"verl_overlay/{file} is listed by a patch but missing" for file in sorted(claimed - present)]
+    for patch in patches:
+        strange = [file for file in patch.metadata.proofs if file not in present]
+        problems += [f"{patch.name}/patch.yaml: proof {file} is no file of verl_overlay/" for file in strange]

@@ -147,8 +147,8 @@ class State:
                     self._remove_folders(folders)
         except OSError as error:
             self.manifest = self._load(self.folder / "manifest.json", Manifest)
-            name = error.filename or self.tree.root
-            raise Conflict(f"cannot write {name}: {error.strerror}; every file is as it was") from error
+            where = error.filename or self.tree.root
+            raise Conflict(f"cannot write {where}: {error.strerror}; every file is as it was") from error
         if manifest is not None:
             self.manifest = self._load(self.folder / "manifest.json", Manifest)
         elif head is None:

@@ -19,6 +19,7 @@ else:
 
 #: What every pin's pyproject.toml sets; used where a tree brings no settings, such as an installed verl.
 UPSTREAM_SETTINGS = ("--isolated", "--config", "line-length=120")
+UPSTREAM_RULES = ("--select", "E,F,UP,B,I,G", "--ignore", "F405,F403,E731,B007,UP032,G004,UP045,UP035")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,21 @@ class Style:
             for tag, _, _, start, end in reversed(hunks):
                 if tag in ("insert", "replace"):
                     self._ruff(folder, [f"--range={start + 1}-{end + 1}", path])
+
+    def problems(self, folder: Path, files: list[str]) -> str:
+        """What ruff's linter and formatter say of files, with the tree's settings. Empty when they are content."""
+        rules = () if self.settings[0] == "--config" else UPSTREAM_RULES
+        said = []
+        for command in (
+            ["check", "--no-cache", *self.settings, *rules],
+            ["format", "--check", "--no-cache", *self.settings],
+        ):
+            done = subprocess.run(
+                [executable("ruff"), *command, *files], cwd=folder, capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                said.append((done.stdout + done.stderr).strip())
+        return "\n".join(said)
 
     def _run(self, folder: Path, path: str, data: bytes) -> bytes:
         command = [executable("ruff"), "format", *self.settings, "--no-cache", "--stdin-filename", path, "-"]

@@ -34,7 +34,9 @@ class Tree:
         """
         root = path.resolve()
         if not (root / "verl" / "__init__.py").is_file():
-            raise UsageError(f"{path} holds no verl/ package: give the root of a checkout, or a folder that holds verl/")
+            raise UsageError(
+                f"{path} holds no verl/ package: give the root of a checkout, or a folder that holds verl/"
+            )
         toplevel = _git_toplevel(root) if not installed else None
         if toplevel is None:
             return cls(root, root / ".verl-patchset", installed)
