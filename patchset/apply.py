@@ -83,7 +83,6 @@ def patch_tree(tree: Tree, request: Request, series: Series, pin: str | None = N
     """
     started = time.perf_counter()
     state = State(tree)
-    state.forget_if_pristine()
     if edited := state.edited():
         raise Conflict(
             f"{len(edited)} file(s) were edited after the patch-set was applied; commit or undo that, or remove "

@@ -94,7 +94,7 @@ def make_plan(tree: Tree, pristine: Read, series: Series, selected: set[str]) ->
             raise Conflict(
                 f"{patch.name} requires {', '.join(missing)}, which this tree lacks and which is not selected"
             )
-        files = rewrite(patch, read, style)
+        files = rewrite(patch, read, pristine, style)
         files |= _regenerate(patch, tree, read, files, notes)
         files |= _overlay(patch, tree, series, read)
         current |= files

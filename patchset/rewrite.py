@@ -37,12 +37,13 @@ def probe_all(probes: list[Probe], read: Read) -> list[bool]:
     return [f"probe-{number}" in found for number in range(len(probes))]
 
 
-def rewrite(patch: Patch, read: Read, style: Style) -> dict[str, bytes]:
+def rewrite(patch: Patch, read: Read, on_disk: Read, style: Style) -> dict[str, bytes]:
     """Contents of the files that a patch edits, after its rules and in the tree's style.
 
     Args:
         patch: whose rules to run. Each file is scanned once, so rules of a file see it before any of its edits.
         read: content of a file before the patch, None where the tree lacks it.
+        on_disk: content before the series, which conflicts are told in.
         style: formats what the edits touch.
 
     Raises:
@@ -69,7 +70,8 @@ def rewrite(patch: Patch, read: Read, style: Style) -> dict[str, bytes]:
                 continue
             found, spared = counts[rule.id], rule.unless is not None and counts[rule.unless] > 0
             if found != (0 if spared else rule.expect):
-                problems += _explain(patch, rule, found, spared, matches, before[rule.target])
+                shown = on_disk(rule.target) or b""
+                problems += _explain(patch, rule, found, spared, matches, before[rule.target], shown)
             edits.setdefault(rule.target, []).extend(match for match in matches if match.rule_id == rule.id)
         if problems:
             raise Conflict(f"{patch.name} does not fit this tree", tuple(problems))
@@ -99,20 +101,25 @@ def _edit(data: bytes, matches: list[astgrep.Match]) -> bytes:
 
 
 def _explain(
-    patch: Patch, rule: Rule, found: int, spared: bool, matches: list[astgrep.Match], data: bytes
+    patch: Patch, rule: Rule, found: int, spared: bool, matches: list[astgrep.Match], data: bytes, on_disk: bytes
 ) -> list[str]:
     where = f"{patch.name}: {rule.target}: rule {rule.id}"
     if spared:
         return [f"{where} has {found} match(es), although its witness {rule.unless} says that it is not needed"]
-    lines = [f"{where} expected {rule.expect} match(es), found {found}"]
     source = data.decode(errors="replace").splitlines()
     if found:
-        numbers = [match.line for match in matches if match.rule_id == rule.id]
+        kind, numbers = "match", [match.line for match in matches if match.rule_id == rule.id]
     else:
-        numbers = _nearest(rule.document["rule"], source)
-    return lines + [
-        f"    {'match' if found else 'near'}: line {number}: {source[number - 1].strip()}" for number in numbers
-    ]
+        kind, numbers = "near", _nearest(rule.document["rule"], source)
+    # Patches before this one moved the lines that the user sees
+    seen = on_disk.decode(errors="replace").splitlines()
+    blocks = difflib.SequenceMatcher(a=source, b=seen, autojunk=False).get_matching_blocks()
+    lines = {block.a + n + 1: block.b + n + 1 for block in blocks for n in range(block.size)}
+    said = [f"{where} expected {rule.expect} match(es), found {found}"]
+    for number in numbers:
+        line = f"line {lines[number]}" if number in lines else "a line that an earlier patch wrote"
+        said.append(f"    {kind}: {line}: {source[number - 1].strip()}")
+    return said
 
 
 def _nearest(rule: Any, source: list[str], most: int = 3) -> list[int]:

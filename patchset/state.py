@@ -6,12 +6,13 @@ one rename, then its manifest, and last drops the journal. Whoever finds a journ
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,8 +67,12 @@ class State:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.folder = tree.state
+        self.manifest: Manifest | None = None
         self.recovered = self._recover()
         self.manifest = self._load(self.folder / "manifest.json", Manifest)
+        if self.manifest and all(sha256(tree.read(name)) == r.before for name, r in self.manifest.files.items()):
+            # Somebody put the tree back by other means, such as git reset
+            self._drop()
 
     def pristine(self, name: str) -> bytes | None:
         """Content of a file as it was before the patch-set touched it."""
@@ -81,11 +86,6 @@ class State:
         if self.manifest is None:
             return []
         return [name for name, record in self.manifest.files.items() if sha256(self.tree.read(name)) != record.after]
-
-    def forget_if_pristine(self) -> None:
-        """Drops the records of a tree whose touched files are all as they were before, such as after a git reset."""
-        if self.manifest and all(sha256(self.tree.read(n)) == r.before for n, r in self.manifest.files.items()):
-            self._drop()
 
     def apply(self, after: Mapping[str, bytes], version: str, statuses: dict[str, str]) -> list[str]:
         """Makes a tree what a plan wants, whatever was applied before; see `write`.
@@ -166,8 +166,6 @@ class State:
             yield
         except BaseException:
             self._recover()
-            if not (self.folder / "manifest.json").exists():
-                self._drop()
             raise
         journal = self._load(self.folder / "journal.json", _Journal)
         if journal is not None and journal.head is None:
@@ -176,6 +174,11 @@ class State:
     def _recover(self) -> bool:
         journal = self._load(self.folder / "journal.json", _Journal)
         if journal is None:
+            # A write that was cut short before its journal stood has touched no file of the tree
+            if not (self.folder / "manifest.json").exists():
+                self._drop()
+            for litter in self.folder.glob(f"*{_TEMPORARY}"):
+                litter.unlink()
             shutil.rmtree(self.folder / "undo", ignore_errors=True)
             return False
         if journal.head is not None and gitrepo.head(self.tree) == journal.head:
@@ -195,12 +198,13 @@ class State:
             if record.before is None:
                 path.unlink()
             else:
-                self._put(name, (self.folder / "undo" / name).read_bytes())
+                self._put_back(name)
         if journal.manifest is None:
             self._remove_folders(journal.folders)
             self._drop()
         else:
-            self._store(self.folder / "manifest.json", journal.manifest)
+            if self._load(self.folder / "manifest.json", Manifest) != journal.manifest:
+                self._store(self.folder / "manifest.json", journal.manifest)
             self._end_journal()
         return True
 
@@ -215,6 +219,19 @@ class State:
         if path.exists():
             os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         os.replace(temporary, path)
+
+    def _put_back(self, name: str) -> None:
+        """Undoes by one rename, since the disk may be full."""
+        path, kept = self.tree.path(name), self.folder / "undo" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.chmod(kept, stat.S_IMODE(path.stat().st_mode))
+        try:
+            os.replace(kept, path)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self._put(name, kept.read_bytes())
 
     def _keep(self, kind: str, name: str, data: bytes | None) -> None:
         if data is not None:
@@ -248,6 +265,9 @@ class State:
         (self.folder / "journal.json").unlink(missing_ok=True)
         (self.folder / "manifest.json").unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self.tree.toplevel is not None:
+            with suppress(OSError):  # another tree of the same checkout has records there
+                self.folder.parent.rmdir()
         self.manifest = None
 
     @staticmethod

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import difflib
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from .astgrep import executable
 from .errors import Conflict
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 #: What every pin's pyproject.toml sets; used where a tree brings no settings, such as an installed verl.
 UPSTREAM_SETTINGS = ("--isolated", "--config", "line-length=120")
@@ -37,8 +33,8 @@ class Style:
         """
         project = root / "pyproject.toml"
         try:
-            has_ruff = "ruff" in tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {})
-        except (OSError, ValueError):
+            has_ruff = "ruff" in msgspec.toml.decode(project.read_bytes()).get("tool", {})
+        except (OSError, msgspec.DecodeError):
             has_ruff = False
         return cls(("--config", str(project.resolve())) if has_ruff else UPSTREAM_SETTINGS)
 

@@ -110,7 +110,15 @@ def run_suite(root: Path, tests: list[str], log: Path) -> Suite:
         }
         # Without -c pytest looks for settings above the tree and would find this repository's
         command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "-q", "-rfE"]
-        command += ["--tb=short", "-W", "ignore", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--asyncio-mode=auto"]
+        command += [
+            "--tb=short",
+            "-W",
+            "ignore",
+            "-p",
+            "no:cacheprovider",
+            "--continue-on-collection-errors",
+            "--asyncio-mode=auto",
+        ]
         command += [f"--timeout={TEST_LIMIT}", f"--report-log={report}", *tests]
         with log.open("wb") as output:
             try:

@@ -1,0 +1,144 @@
+"""Writes that are cut short: by a full disk, an interrupt or a kill -9 at every single step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from patchset import state
+from patchset.state import State
+from patchset.tree import Tree
+from tests.conftest import snapshot
+
+KILL = """
+import os, signal, sys
+from patchset import state
+from patchset.cli import main
+left = int(sys.argv[1])
+
+def counted(real):
+    def step(*arguments, **keywords):
+        global left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return real(*arguments, **keywords)
+    return step
+
+state._write_through = counted(state._write_through)
+os.replace = counted(os.replace)
+os.unlink = counted(os.unlink)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def steps_until_done(folder, *arguments):
+    """Kills a command at its 1st, 2nd, 3rd … step until one run gets through; yields after each kill."""
+    for step in range(400):
+        done = subprocess.run(
+            [sys.executable, "-c", KILL, str(step), *arguments], capture_output=True, text=True, check=False
+        )
+        if done.returncode != -signal.SIGKILL:
+            assert done.returncode == 0, done.stderr
+            return
+        yield step
+    raise AssertionError("never got through")
+
+
+def without_records(files):
+    return {name: data for name, data in files.items() if not name.startswith(".verl-patchset")}
+
+
+@pytest.mark.parametrize("command", ["apply", "revert"])
+def test_kill_at_every_step_leaves_all_or_nothing(cli, tree, command):
+    folder = tree("0.9.1")
+    before = snapshot(folder)
+    cli("apply", "--tree", folder)
+    after = without_records(snapshot(folder))
+    if command == "apply":
+        cli("apply", "--tree", folder, "--revert")
+    arguments = ["apply", "--tree", str(folder), *(["--revert"] if command == "revert" else [])]
+    kills = 0
+    for step in steps_until_done(folder, *arguments):
+        kills += 1
+        # Whoever comes next finds the write undone (or, at its very last steps, done)
+        State(Tree.at(folder))
+        now = snapshot(folder)
+        assert without_records(now) in (before, after), f"torn at step {step}"
+        assert not [name for name in now if name.endswith("~")], f"litter at step {step}"
+        if without_records(now) != (before if command == "apply" else after):
+            break
+    assert kills > 15
+    final = before if command == "revert" else after
+    cli(*arguments)
+    assert without_records(snapshot(folder)) == final
+
+
+def test_kill_while_committing(tree):
+    folder = tree("0.9.1", git=True)
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True)
+    before = snapshot(folder)
+    kills = 0
+    for step in steps_until_done(folder, "apply", "--tree", str(folder), "--commit"):
+        kills += 1
+        State(Tree.at(folder))
+        dirty = subprocess.check_output(["git", "status", "--porcelain"], cwd=folder, text=True)
+        assert dirty == "", f"step {step}: {dirty}"
+        if subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True) != head:
+            break
+        assert snapshot(folder) == before
+    assert kills > 10
+
+
+@pytest.mark.parametrize("after", [0, 3, 8, 12, 15])
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_full_disk_or_interrupt_changes_nothing(cli, tree, monkeypatch, failure, after):
+    folder = tree("0.9.1")
+    before = snapshot(folder)
+    real, calls = state._write_through, [0]
+
+    def write(path, data):
+        calls[0] += 1
+        if calls[0] > after:
+            if isinstance(failure, OSError):
+                path.write_bytes(data[: len(data) // 2])
+            raise failure
+        real(path, data)
+
+    monkeypatch.setattr(state, "_write_through", write)
+    status, _, err = cli("apply", "--tree", folder)
+    monkeypatch.undo()
+    assert calls[0] > after
+    assert status == (1 if isinstance(failure, OSError) else 130)
+    if isinstance(failure, OSError):
+        assert "No space left on device; every file is as it was" in err
+    assert snapshot(folder) == before
+    assert cli("apply", "--tree", folder)[0] == 0
+
+
+def test_a_tree_that_is_read_only(cli, tree):
+    if os.geteuid() == 0:
+        pytest.skip("root writes anywhere")
+    folder = tree("0.9.1")
+    (folder / "verl/workers/config").chmod(0o555)
+    assert cli("apply", "--tree", folder)[0] == 1
+    (folder / "verl/workers/config").chmod(0o755)
+
+
+def test_somebody_edits_between_the_crash_and_the_next_call(cli, tree):
+    folder = tree("0.9.1")
+    done = subprocess.run(
+        [sys.executable, "-c", KILL, "28", "apply", "--tree", str(folder)], capture_output=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    edited = folder / "verl/models/mcore/util.py"
+    edited.write_text("# mine\n")
+    status, _, err = cli("apply", "--tree", folder)
+    assert status == 1
+    assert "was cut short and verl/models/mcore/util.py was edited since" in err
+    assert edited.read_text() == "# mine\n"
