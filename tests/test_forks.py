@@ -1,0 +1,154 @@
+"""Trees that are no pin: between two releases, formatted otherwise, with call sites of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from patchset import gitrepo
+from patchset.style import Style
+from tests.conftest import run, snapshot
+
+UTIL, FORWARD = "verl/models/mcore/util.py", "verl/models/mcore/model_forward.py"
+
+
+def edit(folder, name, *pairs):
+    path = folder / name
+    text = path.read_text()
+    for old, new in pairs:
+        assert text.count(old) == 1, (old, text.count(old))
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def added(before, after, name):
+    return [
+        line[1:].strip()
+        for line in gitrepo.diff({name: before[name]}, {name: after[name]}).splitlines()
+        if line.startswith("+") and not line.startswith("+++")
+    ]
+
+
+def test_a_fork_gets_the_same_edits_and_is_told_that_no_lock_covers_it(cli, tree):
+    fork, release = tree("0.8.0", into="fork"), tree("0.8.0")
+    edit(fork, UTIL, ("def preprocess_thd_engine(", "FORK = 1\n\n\ndef preprocess_thd_engine("))
+    edit(
+        fork,
+        FORWARD,
+        ("    local_cp_size: Optional[int] = None,\n):", "    local_cp_size: int = None,\n    ours=None,\n):"),
+    )
+    before = {name: snapshot(folder) for name, folder in (("fork", fork), ("release", release))}
+    _, out, _ = cli("apply", "--tree", fork, "--json")
+    (target,) = json.loads(out)["targets"]
+    assert (target["pin"], target["exact"]) == (None, False)
+    assert any("not by ci/pins.lock" in note for note in target["notes"])
+    cli("apply", "--tree", release)
+    for name in (UTIL, FORWARD):
+        ours = added(before["fork"], snapshot(fork), name)
+        assert ours == added(before["release"], snapshot(release), name), name
+
+
+def test_a_fork_between_two_releases_has_one_part_already(cli, tree):
+    # A fork of 0.7.1 that took over the one-dimensional position buffer of a later release
+    fork = tree("0.7.1")
+    buffer = "position_ids_rmpad = torch.zeros({}, dtype=torch.long, device=input_ids.device)"
+    edit(fork, UTIL, (buffer.format("shape"), buffer.format("shape[0]")))
+    status, _, _ = cli("apply", "--tree", fork)
+    assert status == 0
+    assert (fork / UTIL).read_text().count(buffer.format("shape[0]")) == 1
+
+
+def test_a_fork_that_renamed_the_anchor_is_a_conflict_and_stays_untouched(cli, tree):
+    fork = tree("0.8.0")
+    (fork / UTIL).write_text((fork / UTIL).read_text().replace("seqlens_in_batch_padded_cpu", "padded"))
+    before = snapshot(fork)
+    assert cli("apply", "--tree", fork, "--only", "0002")[0] == 0  # does not look at that name
+    cli("apply", "--tree", fork, "--revert")
+    assert snapshot(fork) == before
+
+
+def test_other_formatting_of_a_fork_is_left_alone(cli, tree):
+    fork = tree("0.8.0")
+    edit(fork, UTIL, ("logger = logging.getLogger(__file__)\n", "logger = logging.getLogger( __file__ ) # odd\n"))
+    before = snapshot(fork)
+    assert cli("apply", "--tree", fork)[0] == 0
+    after = snapshot(fork)
+    assert b"logging.getLogger( __file__ ) # odd\n" in after[UTIL]
+    release = tree("0.8.0", into="release")
+    start = snapshot(release)
+    cli("apply", "--tree", release)
+    assert added(before, after, UTIL) == added(start, snapshot(release), UTIL)
+
+
+def test_windows_line_ends_are_kept(cli, tree):
+    fork = tree("0.8.0")
+    path = fork / UTIL
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert cli("apply", "--tree", fork)[0] == 0
+    data = path.read_bytes()
+    assert data.count(b"\r\n") == data.count(b"\n")
+    assert b"bucket_pad" in data
+
+
+def test_settings_of_the_tree_format_the_edits(cli, tree):
+    fork = tree("0.8.0")
+    edit(fork, "pyproject.toml", ("line-length = 120", "line-length = 80"))
+    for name in (UTIL, FORWARD):
+        run(fork, shutil.which("true"))
+        Style.of(fork)._ruff(fork, [name])
+    assert cli("apply", "--tree", fork)[0] == 0
+    assert Style.of(fork).problems(fork, [FORWARD]).count("Would reformat") == 0
+
+
+def test_a_call_site_of_a_fork_that_forgets_the_bucket_is_found_before_anything_is_written(cli, tree):
+    fork = tree("0.9.1")
+    (fork / "verl/ours.py").write_text(
+        "from verl.models.mcore.util import preprocess_thd_engine\n\n\n"
+        "def pack(batch):\n    return preprocess_thd_engine(batch)\n"
+    )
+    before = snapshot(fork)
+    status, _, err = cli("apply", "--tree", fork)
+    assert status == 1
+    assert "verl/ours.py:5: pack packs without pad_to_length_bucket" in err
+    assert snapshot(fork) == before
+    text = (fork / "verl/ours.py").read_text()
+    (fork / "verl/ours.py").write_text(text.replace("engine(batch)\n", "engine(batch)  # thd-bucket: no training\n"))
+    assert cli("apply", "--tree", fork)[0] == 0
+
+
+def test_generated_yaml_that_was_out_of_step_is_told(cli, tree):
+    fork = tree("0.8.0")
+    name = "verl/trainer/config/_generated_ppo_megatron_trainer.yaml"
+    edit(fork, name, ("      seed: 42\n      override_ddp_config", "      seed: 43\n      override_ddp_config"))
+    _, out, _ = cli("apply", "--tree", fork, "--json")
+    assert any("was out of step" in note for note in json.loads(out)["targets"][0]["notes"])
+    assert "seed: 43" not in (fork / name).read_text()
+
+
+def test_a_config_that_does_not_compose_is_a_conflict(cli, tree):
+    fork = tree("0.8.0")
+    (fork / "verl/trainer/config/actor/actor.yaml").write_text("defaults:\n  - nowhere\n")
+    before = snapshot(fork)
+    status, _, err = cli("apply", "--tree", fork)
+    assert status == 1
+    assert "does not compose" in err
+    assert snapshot(fork) == before
+
+
+@pytest.mark.parametrize("pin", ["0.9.0", "0.9.1"])
+def test_an_exact_pin_that_comes_out_differently_is_an_error(cli, tree, monkeypatch, pin):
+    from patchset import lock
+
+    locked = lock.read_lock()
+    name = UTIL
+    locked[pin][name] = lock.Record(locked[pin][name].before, "0" * 64)
+    monkeypatch.setattr("patchset.apply.read_lock", lambda: locked)
+    folder = tree(pin)
+    before = snapshot(folder)
+    status, _, err = cli("apply", "--tree", folder)
+    assert status == 1
+    assert "comes out differently than ci/pins.lock says" in err
+    assert name in err
+    assert snapshot(folder) == before

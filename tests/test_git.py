@@ -1,0 +1,185 @@
+"""Commits, mailbox patches and overlays: reviewable, reproducible, and the same tree whichever way one goes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import run, snapshot
+
+PINS = ["0.7.1", "0.8.0", "0.9.0", "0.9.1"]
+RECORDS = ".verl-patchset"
+
+
+def patched(cli, tree, pin, into="applied"):
+    folder = tree(pin, into=into)
+    assert cli("apply", "--tree", folder)[0] == 0
+    return {name: data for name, data in snapshot(folder).items() if not name.startswith(RECORDS)}
+
+
+def subjects(folder):
+    return run(folder, "git", "log", "--format=%s", "--reverse").splitlines()[1:]
+
+
+@pytest.mark.parametrize("pin", PINS)
+def test_exported_patches_apply_to_a_pristine_checkout_and_give_the_identical_tree(cli, tree, tmp_path, pin):
+    checkout = tree(pin, git=True)
+    before = snapshot(checkout)
+    status, out, _ = cli("apply", "--tree", checkout, "--export", tmp_path / "mail")
+    assert status == 0
+    assert snapshot(checkout) == before, "an export leaves the tree alone"
+    mails = sorted((tmp_path / "mail").iterdir())
+    run(checkout, "git", "am", "--quiet", "--keep-non-patch", *mails)
+    assert snapshot(checkout) == patched(cli, tree, pin)
+    assert all(re.match(r"\[megatron\] (fix|feat): ", subject) for subject in subjects(checkout))
+    assert run(checkout, "git", "status", "--porcelain") == ""
+
+
+def test_an_export_is_the_same_bytes_every_time_and_from_any_kind_of_tree(cli, tree, tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "somebody else")
+    cli("apply", "--tree", tree("0.7.1", git=True), "--export", tmp_path / "a")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    cli("apply", "--pin", "0.7.1", "--export", tmp_path / "b")
+    patched_already = tree("0.7.1", into="c-tree")
+    cli("apply", "--tree", patched_already)
+    cli("apply", "--tree", patched_already, "--export", tmp_path / "c")
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b") == snapshot(tmp_path / "c")
+    assert len(snapshot(tmp_path / "a")) == 3
+
+
+@pytest.mark.parametrize("pin", PINS)
+def test_an_overlay_copied_over_a_pristine_tree_gives_the_identical_tree(cli, tree, tmp_path, pin):
+    status, _, _ = cli("apply", "--pin", pin, "--overlay", tmp_path / "overlay")
+    assert status == 0
+    target = tree(pin)
+    run(tmp_path, "cp", "-r", f"{tmp_path}/overlay/.", target)
+    assert snapshot(target) == patched(cli, tree, pin)
+
+
+def test_an_overlay_of_a_fork_has_to_be_asked_for(cli, tree, tmp_path):
+    fork = tree("0.9.1")
+    util = fork / "verl/models/mcore/util.py"
+    util.write_text(util.read_text() + "\n# ours\n")
+    status, _, err = cli("apply", "--tree", fork, "--overlay", tmp_path / "overlay")
+    assert status == 2
+    assert "--any-tree" in err
+    assert not (tmp_path / "overlay").exists()
+    assert cli("apply", "--tree", fork, "--overlay", tmp_path / "overlay", "--any-tree")[0] == 0
+    assert (tmp_path / "overlay/verl/models/mcore/util.py").read_text().endswith("# ours\n")
+
+
+@pytest.mark.parametrize("option", ["--overlay", "--export"])
+def test_outputs_go_to_new_folders_alone(cli, tmp_path, option):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    status, _, err = cli("apply", option, tmp_path / "full")
+    assert status == 2
+    assert "is not empty" in err
+    assert list((tmp_path / "full").iterdir()) == [tmp_path / "full" / "mine"]
+
+
+@pytest.mark.parametrize("pin", PINS)
+def test_commits_read_like_upstreams_and_give_the_identical_tree(cli, tree, pin):
+    checkout = tree(pin, git=True)
+    status, _, _ = cli("apply", "--tree", checkout, "--commit")
+    assert status == 0
+    assert snapshot(checkout) == patched(cli, tree, pin)
+    assert run(checkout, "git", "status", "--porcelain") == ""
+    number = {"0.7.1": 3, "0.8.0": 2, "0.9.0": 1, "0.9.1": 1}[pin]
+    assert len(subjects(checkout)) == number
+    message = run(checkout, "git", "log", "-1", "--format=%B")
+    assert "Patchset-Version: 0.1.0" in message
+    assert run(checkout, "git", "log", "-1", "--format=%an").strip() == "A Maintainer"
+    if pin == "0.7.1":
+        first = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-PR,valueonly)", "-1", "HEAD~2")
+        assert first.strip() == "https://github.com/verl-project/verl/pull/6267"
+        second = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-Commit,valueonly)", "-1", "HEAD~1")
+        assert second.strip() == "5cfb74fa04c7f6e5d98260b8f05157c6a9402695"
+
+
+def test_a_second_commit_run_adds_nothing_and_names_the_commits(cli, tree):
+    checkout = tree("0.8.0", git=True)
+    cli("apply", "--tree", checkout, "--commit")
+    head = run(checkout, "git", "rev-parse", "HEAD")
+    status, out, _ = cli("apply", "--tree", checkout, "--commit")
+    assert status == 0
+    assert f"already upstream (commit {head[:12]})" in out
+    assert run(checkout, "git", "rev-parse", "HEAD") == head
+    assert "in the history as 2 commit(s)" in cli("apply", "--tree", checkout, "--status")[1]
+
+
+def test_commits_are_taken_back_by_git(cli, tree):
+    checkout = tree("0.8.0", git=True)
+    before = snapshot(checkout)
+    cli("apply", "--tree", checkout, "--commit")
+    status, _, err = cli("apply", "--tree", checkout, "--revert")
+    assert status == 2
+    command = err.partition("as commits: ")[2].split()
+    run(checkout, *command[:2], "--no-edit", *command[2:])
+    assert snapshot(checkout) == before
+
+
+def test_commits_are_cherry_picked_into_another_release_branch(cli, tree):
+    checkout = tree("0.8.0", git=True)
+    run(checkout, "git", "branch", "release")
+    cli("apply", "--tree", checkout, "--commit")
+    run(checkout, "git", "checkout", "--quiet", "release")
+    (checkout / "verl" / "ours.py").write_text("")
+    run(checkout, "git", "add", "verl/ours.py")
+    run(checkout, "git", "commit", "--quiet", "-m", "ours")
+    run(checkout, "git", "cherry-pick", "main~2..main")
+    assert len(subjects(checkout)) == 3
+
+
+def test_a_dirty_checkout_is_refused_unless_told_otherwise(cli, tree):
+    checkout = tree("0.9.1", git=True)
+    readme = checkout / "README.md"
+    readme.write_text(readme.read_text() + "mine\n")
+    status, _, err = cli("apply", "--tree", checkout, "--commit")
+    assert status == 1
+    assert "README.md" in err
+    assert subjects(checkout) == []
+    assert cli("apply", "--tree", checkout, "--commit", "--allow-dirty")[0] == 0
+    assert len(subjects(checkout)) == 1
+    assert run(checkout, "git", "status", "--porcelain").split() == ["M", "README.md"]
+
+
+def test_changes_to_files_that_the_patch_set_edits_are_never_committed_along(cli, tree):
+    checkout = tree("0.9.1", git=True)
+    util = checkout / "verl/models/mcore/util.py"
+    util.write_text(util.read_text() + "\n# mine\n")
+    status, _, err = cli("apply", "--tree", checkout, "--commit", "--allow-dirty")
+    assert status == 1
+    assert "verl/models/mcore/util.py" in err
+    assert subjects(checkout) == []
+
+
+def test_a_tree_below_the_root_of_a_checkout(cli, tree, tmp_path):
+    from patchset import gitrepo
+
+    tree("0.9.1", into="mono/third_party/verl")
+    mono = tmp_path / "mono"
+    gitrepo.make_repository(mono)
+    run(mono, "git", "config", "user.name", "A Maintainer")
+    run(mono, "git", "config", "user.email", "maintainer@localhost")
+    folder = mono / "third_party" / "verl"
+    assert cli("apply", "--tree", folder, "--commit")[0] == 0
+    changed = run(mono, "git", "show", "--format=", "--name-only", "HEAD").split()
+    assert changed
+    assert all(name.startswith("third_party/verl/") for name in changed)
+    assert run(mono, "git", "status", "--porcelain") == ""
+
+
+def test_commit_needs_a_checkout(cli, tree):
+    status, _, err = cli("apply", "--tree", tree("0.9.1"), "--commit")
+    assert status == 2
+    assert "is no git checkout" in err
+
+
+def test_diff_of_0002_on_080_is_about_as_long_as_upstreams_own(cli, tree):
+    # Upstream's own change adds 66 lines, its tests and the generated YAML included
+    checkout = tree("0.8.0", git=True)
+    cli("apply", "--tree", checkout, "--commit", "--until", "0002")
+    added = run(checkout, "git", "show", "--numstat", "--format=", "HEAD")
+    assert sum(int(line.split()[0]) for line in added.splitlines()) <= 1.2 * 66
