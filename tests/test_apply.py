@@ -86,6 +86,16 @@ def test_revert_gives_every_byte_back_and_leaves_nothing(cli, tree, pin, git):
     assert cli("apply", "--tree", folder, "--revert")[1].strip().endswith("nothing to do, 0.00 s")
 
 
+def test_file_modes_are_kept(cli, tree):
+    folder = tree("0.9.1")
+    touched = folder / "verl/workers/config/engine.py"
+    touched.chmod(0o750)
+    cli("apply", "--tree", folder)
+    assert touched.stat().st_mode & 0o777 == 0o750
+    cli("apply", "--tree", folder, "--revert")
+    assert touched.stat().st_mode & 0o777 == 0o750
+
+
 def test_changing_the_selection_goes_there_from_any_state(cli, tree):
     folder, other = tree("0.7.1"), tree("0.7.1", into="other")
     assert cli("apply", "--tree", folder)[0] == 0

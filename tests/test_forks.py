@@ -89,6 +89,7 @@ def test_windows_line_ends_are_kept(cli, tree):
     assert cli("apply", "--tree", fork)[0] == 0
     data = path.read_bytes()
     assert data.count(b"\r\n") == data.count(b"\n")
+    assert b"\r\r" not in data
     assert b"bucket_pad" in data
 
 

@@ -13,9 +13,12 @@
 # limitations under the License.
 """Bucketed packed lengths under every topology, against a layout written from its definition."""
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
-from thd_reference import layout, nested, pack, takes_bucket, value
+from thd_reference import layout, nested, pack, preprocess_thd, takes_bucket, util, value
 
 BATCHES = [[1], [10], [700, 37], [5, 3, 1], [1000, 1]]
 
@@ -117,6 +120,40 @@ def test_trailing_dimensions(monkeypatch, cp, lens, bucket):
         assert packed.shape == (len(rows), 6, 2)
         wanted = torch.tensor([value(seq, pos) if pos < lens[seq] else 0 for seq, pos in rows])
         assert torch.equal(packed, wanted[:, None, None].expand(-1, 6, 2))
+
+
+@pytest.mark.parametrize(
+    ("tp", "bucket", "bounds"),
+    [(1, None, [0, 6, 10, 20]), (1, 12, [0, 6, 10, 24]), (3, 16, [0, 6, 12, 48])],
+    ids=["C30-no-bucket", "bucket-12", "tp-3-bucket-16"],
+)
+def test_contiguous_layout_aligns_to_tp_and_cp(monkeypatch, tp, bucket, bounds):
+    if "cp_layout" not in inspect.signature(preprocess_thd).parameters:
+        pytest.skip("this verl has no contiguous layout")
+    lens = [5, 3, 9]
+    # Megatron-Core's class has no partition mode before 0.17
+    monkeypatch.setattr(util, "PackedSeqParams", lambda **kwargs: SimpleNamespace(**kwargs))
+    monkeypatch.setattr(util, "_PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE", True, raising=False)
+    held = []
+    for rank in range(2):
+        packed, params, _ = pack(
+            monkeypatch, nested(lens), rank, tp, cp=2, pad_to_length_bucket=bucket, cp_layout="contiguous"
+        )
+        assert params.cu_seqlens_q_padded.tolist() == bounds
+        assert packed.shape == (bounds[-1] // 2,)
+        held += packed.tolist()
+    wanted = [0] * bounds[-1]
+    for seq, length in enumerate(lens):
+        wanted[bounds[seq] : bounds[seq] + length] = [value(seq, pos) for pos in range(length)]
+    assert held == wanted
+
+
+def test_minimum_of_local_rows_comes_before_the_bucket(monkeypatch):
+    if "min_local_rows" not in inspect.signature(preprocess_thd).parameters:
+        pytest.skip("this verl has no minimum of local rows")
+    packed, params, _ = pack(monkeypatch, nested([10]), tp=1, cp=2, min_local_rows=65, pad_to_length_bucket=64)
+    assert params.cu_seqlens_q_padded.tolist() == [0, 192]
+    assert packed.shape == (96,)
 
 
 @pytest.mark.parametrize("bucket", [0, -512])
