@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 
 from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from .errors import Conflict
 
 CONFIG_FOLDER = "verl/trainer/config"
+#: Hydra has one instance a process, and pins are verified in threads.
+_ONE_HYDRA = Lock()
 _RECIPE = re.compile(r"print_cfg\.py --cfg job *(?P<arguments>[^']*)' to flatten the '[^']*/(?P<name>[^/']+)\.yaml'")
 _BODY = re.compile(r"^actor_rollout_ref", re.MULTILINE)
 
@@ -40,9 +42,8 @@ def regenerate(path: str, committed: bytes, config_folder: Path) -> bytes:
             name = argument.partition("=")[2].removesuffix(".yaml")
         else:
             overrides.append(argument)
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(config_folder), version_base=None):
+        with _ONE_HYDRA, initialize_config_dir(str(config_folder), version_base=None):
             flat = OmegaConf.to_yaml(compose(name, overrides=overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise Conflict(f"{path}: {name} does not compose", tuple(str(error).splitlines()[:5])) from error
