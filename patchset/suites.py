@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import yaml
@@ -98,11 +99,11 @@ def run_suite(root: Path, tests: list[str], log: Path) -> Suite:
         log: where to write what pytest prints.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="patchset-") as home:
-        report = Path(home) / "report.jsonl"
+    with _empty(log.parent / "home") as home:
+        report = home / "report.jsonl"
         environment = {
             **os.environ,
-            "HOME": home,
+            "HOME": str(home),
             "PYTHONPATH": str(root),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
@@ -134,6 +135,15 @@ def run_suite(root: Path, tests: list[str], log: Path) -> Suite:
                 return Suite({**_read(report), f"suite did not end within {SUITE_LIMIT} s": "failed"}, log)
         outcomes = _read(report)
         return Suite(outcomes or {"pytest did not start": "failed"}, log)
+
+
+@contextmanager
+def _empty(folder: Path) -> Iterator[Path]:
+    """A folder for as long as it is needed, at the same place in every run: some test ids carry their home."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(report: Path) -> dict[str, str]:
