@@ -55,7 +55,7 @@ def test_a_fork_between_two_releases_has_one_part_already(cli, tree):
     fork = tree("0.7.1")
     buffer = "position_ids_rmpad = torch.zeros({}, dtype=torch.long, device=input_ids.device)"
     edit(fork, UTIL, (buffer.format("shape"), buffer.format("shape[0]")))
-    status, _, _ = cli("apply", "--tree", fork)
+    status, _, _ = cli("apply", "--tree", fork, "--until", "0003")
     assert status == 0
     assert (fork / UTIL).read_text().count(buffer.format("shape[0]")) == 1
 
@@ -90,7 +90,7 @@ def test_windows_line_ends_are_kept(cli, tree):
     data = path.read_bytes()
     assert data.count(b"\r\n") == data.count(b"\n")
     assert b"\r\r" not in data
-    assert b"bucket_pad" in data
+    assert b"layout = thd_layout(" in data
 
 
 def test_settings_of_the_tree_format_the_edits(cli, tree):
@@ -136,6 +136,17 @@ def test_a_config_that_does_not_compose_is_a_conflict(cli, tree):
     assert status == 1
     assert "does not compose" in err
     assert snapshot(fork) == before
+
+
+def test_a_checkout_of_a_release_has_files_that_its_sdist_leaves_out(cli, tree):
+    folder = tree("0.8.0")
+    file = folder / "tests/models/test_model_forward_fused.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('WANTED = [{"pre_process": 1, "local_cp_size": None}, {"pre_process": 2, "local_cp_size": None}]\n')
+    status, out, _ = cli("apply", "--tree", folder, "--json")
+    assert status == 0
+    assert json.loads(out)["targets"][0]["pin"] == "0.8.0"
+    assert file.read_text().count('"pad_to_length_bucket": None') == 2
 
 
 @pytest.mark.parametrize("pin", ["0.9.0", "0.9.1"])
