@@ -12,16 +12,16 @@ import pytest
 
 from tests.conftest import PINS, run, snapshot
 
-SERIES = ["0001-cp-position-ids", "0002-pad-to-length-bucket", "0003-cp-bucket-safety"]
+SERIES = ["0001-cp-position-ids", "0002-pad-to-length-bucket", "0003-cp-bucket-safety", "0004-thd-layout"]
 APPLIED, UPSTREAM = "applied", "already upstream"
 EXPECTED = {
-    "0.7.1": [APPLIED, APPLIED, APPLIED],
-    "before-6267": [APPLIED, APPLIED, APPLIED],
-    "0.8.0": [UPSTREAM, APPLIED, APPLIED],
-    "before-7358": [UPSTREAM, APPLIED, APPLIED],
-    "0.9.0": [UPSTREAM, UPSTREAM, APPLIED],
-    "main-2026-08-22": [UPSTREAM, UPSTREAM, APPLIED],
-    "0.9.1": [UPSTREAM, UPSTREAM, APPLIED],
+    "0.7.1": [APPLIED, APPLIED, APPLIED, APPLIED],
+    "before-6267": [APPLIED, APPLIED, APPLIED, APPLIED],
+    "0.8.0": [UPSTREAM, APPLIED, APPLIED, APPLIED],
+    "before-7358": [UPSTREAM, APPLIED, APPLIED, APPLIED],
+    "0.9.0": [UPSTREAM, UPSTREAM, APPLIED, APPLIED],
+    "main-2026-08-22": [UPSTREAM, UPSTREAM, APPLIED, APPLIED],
+    "0.9.1": [UPSTREAM, UPSTREAM, APPLIED, APPLIED],
 }
 
 
@@ -50,7 +50,7 @@ def test_default_pin_goes_to_out(cli, tmp_path):
     status, out, _ = cli("apply", "--out", tmp_path / "here")
     assert status == 0
     assert "0003-cp-bucket-safety" in out
-    assert "math.lcm(pad_to_length_bucket, align_size)" in (tmp_path / "here/verl/models/mcore/util.py").read_text()
+    assert "layout = thd_layout(" in (tmp_path / "here/verl/models/mcore/util.py").read_text()
 
 
 def test_out_that_holds_another_pin_is_refused(cli, tree):
@@ -111,7 +111,7 @@ def test_changing_the_selection_goes_there_from_any_state(cli, tree):
 def test_only_takes_several_names(cli, tree):
     _, out, _ = cli("apply", "--tree", tree("0.7.1"), "--json", "--only", "0001", "0002-pad-to-length-bucket")
     patches = json.loads(out)["targets"][0]["patches"]
-    assert [patches[name]["status"] for name in SERIES] == [APPLIED, APPLIED, "not selected"]
+    assert [patches[name]["status"] for name in SERIES] == [APPLIED, APPLIED, "not selected", "not selected"]
 
 
 def test_a_patch_without_what_it_requires_is_refused(cli, tree):
@@ -128,7 +128,7 @@ def test_status_tells_version_patches_and_edits(cli, tree):
     assert "not applied" in cli("apply", "--tree", folder, "--status")[1]
     cli("apply", "--tree", folder)
     _, out, _ = cli("apply", "--tree", folder, "--status")
-    assert "applied by patch-set 0.1.0 to 15 files" in out
+    assert "applied by patch-set 0.1.0 to 18 files" in out
     assert "edited since" not in out
     (folder / "verl/models/mcore/util.py").write_text("# mine\n")
     _, out, _ = cli("apply", "--tree", folder, "--status")
@@ -157,7 +157,7 @@ def test_a_tree_that_was_reset_by_git_is_patched_again(cli, tree):
     assert "not applied" in cli("apply", "--tree", folder, "--status")[1]
     status, out, _ = cli("apply", "--tree", folder)
     assert status == 0
-    assert "9 files patched" in out
+    assert "12 files patched" in out
 
 
 def test_dry_run_prints_a_diff_that_git_applies(cli, tree):
