@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from . import REPOSITORY, __version__, pins, report, verify
+from . import REPOSITORY, __version__, bench, pins, report, verify
 from .apply import Outcome, Request, build_pin, patch_tree, revert_tree, status_tree
 from .errors import PatchsetError, UsageError
 from .lock import read_lock, records, write_lock
@@ -99,6 +99,23 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
     test.set_defaults(run=_test)
 
+    bench = commands.add_parser(
+        "bench",
+        help="compare a pristine and a patched tree",
+        prog="scripts/bench.sh",
+        description="Measures both trees' packers in turn, and what a bucket saves torch.compile. Not a test.",
+    )
+    bench.add_argument("--pin", metavar="NAME", default="0.9.1", help="a pin that has the bucket (default: 0.9.1)")
+    bench.add_argument("--runs", metavar="N", type=int, default=7, help="counted runs of every call (default: 7)")
+    bench.add_argument(
+        "--backend", default="eager", help="of torch.compile: eager (default) counts graphs, inductor times"
+    )
+    bench.add_argument("--skip-recompiles", action="store_true", help="the packers alone")
+    bench.add_argument(
+        "--out", metavar="DIR", type=Path, default=REPOSITORY / "build", help="for bench.json, bench.png"
+    )
+    bench.set_defaults(run=_bench)
+
     lint = commands.add_parser("lint", help="check the series", description="Checks the series and its rule files.")
     lint.set_defaults(run=_lint)
     return parser
@@ -126,6 +143,16 @@ def _test(options: argparse.Namespace, errors: Console) -> int:
 
 def _upstream_from_environment() -> Path | None:
     return Path(os.environ["VERL_UPSTREAM"]) if os.environ.get("VERL_UPSTREAM") else None
+
+
+def _bench(options: argparse.Namespace, errors: Console) -> int:
+    found = bench.measure(options.pin, load(), options.runs, options.backend, options.skip_recompiles)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
+    bench.print_tables(found, report.console())
+    bench.plot(found, options.out / "bench.png")
+    errors.print(f"{options.out / 'bench.json'}, {options.out / 'bench.png'}", highlight=False, soft_wrap=True)
+    return 0
 
 
 def _lint(options: argparse.Namespace, errors: Console) -> int:
