@@ -153,3 +153,30 @@ def test_contiguous_rows_need_a_megatron_core_that_knows_of_them(monkeypatch):
     monkeypatch.setattr(util, "_PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE", False, raising=False)
     with pytest.raises(ValueError, match="PackedSeqParams.cp_partition_mode"):
         pack(monkeypatch, nested([5, 3]), cp=2, cp_layout="contiguous")
+
+
+def test_dynamic_context_parallelism_goes_by_its_own_size_and_group(monkeypatch):
+    if not takes("local_cp_size"):
+        pytest.skip("this verl has no dynamic context parallelism")
+    lens, ranks = [7, 3], {}
+    monkeypatch.setattr(
+        util.mpu, "get_dynamic_data_context_parallel_groups", lambda group_size: f"of {group_size}", raising=False
+    )
+    # Megatron-Core 0.16.1's class has no fields for it
+    monkeypatch.setattr(util, "PackedSeqParams", lambda **kwargs: SimpleNamespace(**kwargs))
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        ranks[rank] = pack(monkeypatch, nested(lens), cp=1, local_cp_size=2)
+        rows = layout(lens, 1, 2).rows[rank]
+        assert ranks[rank][0].tolist() == [value(seq, pos) if pos < lens[seq] else 0 for seq, pos in rows]
+    params = ranks[0][1]
+    assert (params.local_cp_size, params.cp_group) == (2, "of 2")
+
+    def all_gather(outputs, own, group):
+        assert group == "of 2"
+        for output, (packed, _, _) in zip(outputs, ranks.values(), strict=True):
+            output.copy_(packed.unsqueeze(0))
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    back = postprocess_thd(ranks[1][0].unsqueeze(0), params, nested(lens), 2, local_cp_size=2)
+    assert torch.equal(back.values(), nested(lens).values())
