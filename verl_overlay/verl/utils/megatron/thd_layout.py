@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
 
 __all__ = ["THDLayout", "jagged_offsets", "thd_layout", "thd_layout_of_padded"]
 
@@ -204,7 +205,7 @@ def jagged_offsets(batch: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the batch is not a jagged nested tensor, or its values have holes.
     """
-    if not (isinstance(batch, torch.Tensor) and batch.is_nested and batch.layout == torch.jagged):
+    if not isinstance(batch, NestedTensor):
         raise ValueError(f"batch must be a jagged nested tensor, got {type(batch).__name__}")
     if batch.lengths() is not None:
         raise ValueError("batch must be a jagged nested tensor without holes; make it contiguous")
