@@ -28,9 +28,9 @@ def test_rows_are_those_of_transformer_engine(cp, bucket):
         layout = layout_on_gpu(rank, cp, bucket)
         total = layout.local_rows * cp
         wanted = engine.thd_get_partitioned_indices(layout.cu_seqlens_padded, total, cp, rank)
-        starts = layout.cu_seqlens_padded[:-1].long()
+        starts = layout.cu_seqlens_padded[:-1]
         rows = starts.index_select(0, layout._sequence) + layout.position
-        assert torch.equal(rows, wanted.long())
+        assert torch.equal(rows.long(), wanted.long())
 
 
 def test_a_made_layout_never_waits_for_the_gpu():

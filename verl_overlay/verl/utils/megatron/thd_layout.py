@@ -22,7 +22,8 @@ of its alignment. Under ``zigzag`` it is cut into 2*cp equal chunks, of which ra
 balances causal attention; under ``contiguous`` the padded block as a whole is cut into cp equal intervals. The last
 sequence takes what the total needs: FP8's alignment, a least number of rows, a bucket.
 
-Dimensions: T tokens of B sequences, R rows of a rank, * any trailing dimensions.
+Dimensions: T tokens of B sequences, R rows of a rank, * any trailing dimensions. Indices are int32, as cu_seqlens are:
+a micro-batch has less than 2**31 rows, and half the bytes are half the time.
 """
 
 import math
@@ -49,9 +50,9 @@ class THDLayout:
         max_seqlen: longest padded sequence, in rows of all ranks.
         local_rows: R.
         tokens: T.
-        starts, lengths, padded: first token, real and padded length of every sequence; int64 [B].
-        chunk: chunk of every row of this rank; int64 [R].
-        shift: position of a row in its padded sequence less the row's number, by chunk; int64 [C].
+        starts, lengths, padded: first token, real and padded length of every sequence; int32 [B].
+        chunk: chunk of every row of this rank; int32 [R].
+        shift: position of a row in its padded sequence less the row's number, by chunk; int32 [C].
     """
 
     cu_seqlens_padded: torch.Tensor
@@ -89,12 +90,12 @@ class THDLayout:
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """Position of every row's token in its sequence, int64 [R]; zero on padding rows."""
-        return self.position.masked_fill(self._padding, 0)
+        return self.position.masked_fill(self._padding, 0).long()
 
     @cached_property
     def next_position_ids(self) -> torch.Tensor:
         """Position of the token that :meth:`pack_next` gives to every row, int64 [R]; zero on padding rows."""
-        return self._next_position.masked_fill(self._next_padding, 0)
+        return self._next_position.masked_fill(self._next_padding, 0).long()
 
     def unpack(self, rows: torch.Tensor, all_rows: torch.Tensor | None = None) -> torch.Tensor:
         """All tokens in their original order, [T, *], in the dtype of the rows.
@@ -124,12 +125,14 @@ class THDLayout:
         if self.tokens == 0:
             return values.new_zeros((self.local_rows, *values.shape[1:]))
         rows = values.index_select(0, source)
-        return rows.masked_fill_(padding.view(-1, *[1] * (rows.dim() - 1)), 0)
+        return rows.masked_fill_(padding if rows.dim() == 1 else padding.view(-1, *[1] * (rows.dim() - 1)), 0)
 
     @cached_property
     def position(self) -> torch.Tensor:
-        """Position of every row in its padded sequence, int64 [R]."""
-        return torch.arange(self.local_rows, device=self.chunk.device) + self.shift.index_select(0, self.chunk)
+        """Position of every row in its padded sequence, int32 [R]."""
+        return torch.arange(self.local_rows, dtype=torch.int32, device=self.chunk.device) + self.shift.index_select(
+            0, self.chunk
+        )
 
     @cached_property
     def _sequence(self) -> torch.Tensor:
@@ -168,14 +171,14 @@ class THDLayout:
 
     @cached_property
     def _row_of_token(self) -> torch.Tensor:
-        """Row of every token among the rows of all ranks, rank after rank; int64 [T]."""
+        """Row of every token among the rows of all ranks, rank after rank; int32 [T]."""
         device, cp = self.lengths.device, self.cp_size
-        first_row = self.cu_seqlens_padded[:-1].long()
+        first_row = self.cu_seqlens_padded[:-1]
         if cp == 1 or self.cp_layout == "contiguous":
             counts, shift = self.lengths, first_row - self.starts
         else:
             # Tokens come chunk after chunk, 2*cp of them a sequence, the last ones short or empty
-            number = torch.arange(2 * cp, device=device)
+            number = torch.arange(2 * cp, dtype=torch.int32, device=device)
             rank = torch.minimum(number, 2 * cp - 1 - number)
             size = (self.padded // (2 * cp)).unsqueeze(1)
             before = number * size
@@ -183,7 +186,7 @@ class THDLayout:
             row = rank * self.local_rows + (first_row // cp).unsqueeze(1) + (number >= cp) * size
             shift = (row - before - self.starts.unsqueeze(1)).flatten()
         chunk = torch.repeat_interleave(counts, output_size=self.tokens)
-        return torch.arange(self.tokens, device=device) + shift.index_select(0, chunk)
+        return torch.arange(self.tokens, dtype=torch.int32, device=device) + shift.index_select(0, chunk)
 
 
 class _Unpack(torch.autograd.Function):
@@ -242,6 +245,11 @@ def thd_layout(
     Raises:
         ValueError: an argument is out of its range; told with its name and value.
     """
+    key = (tp_size, cp_size, cp_rank, cp_layout, use_fp8_padding, min_local_rows, pad_to_length_bucket)
+    made = _made_for(offsets)
+    if key in made:
+        return made[key]
+
     for name, value in (("tp_size", tp_size), ("cp_size", cp_size)):
         _check_positive(name, value)
     for name, value in (("min_local_rows", min_local_rows), ("pad_to_length_bucket", pad_to_length_bucket)):
@@ -252,18 +260,13 @@ def thd_layout(
     _check_rank(cp_rank, cp_size)
     _check_offsets(offsets)
 
-    made = _made_for(offsets)
-    key = (tp_size, cp_size, cp_rank, cp_layout, bool(use_fp8_padding), min_local_rows, pad_to_length_bucket)
-    if key in made:
-        return made[key]
-
     alignment = tp_size * cp_size * (2 if cp_layout == "zigzag" and cp_size > 1 else 1)
     per_sequence, multiple = alignment, pad_to_length_bucket or 1
     if use_fp8_padding:
         per_sequence, multiple = math.lcm(16, alignment), math.lcm(multiple, 128 * alignment)
     multiple = math.lcm(multiple, per_sequence)
 
-    lengths = offsets.diff().long()
+    lengths = offsets.diff().int()
     padded = (lengths + (per_sequence - 1)) // per_sequence * per_sequence
     # The one time that the host waits for the device
     facts = torch.stack((padded.sum(), padded.max(), padded[-1], lengths.min(), offsets[0], offsets[-1])).tolist()
@@ -306,15 +309,15 @@ def thd_layout_of_padded(
     for key, layout in _made_for(offsets).items():
         if layout.cu_seqlens_padded is cu_seqlens_padded and key[1:4] == (cp_size, cp_rank, cp_layout):
             return layout
-    padded = cu_seqlens_padded.diff().long()
-    total, longest, tokens = torch.stack((padded.sum(), padded.max(), offsets[-1].long())).tolist()
-    return _make(offsets, offsets.diff().long(), padded, total, longest, tokens, cp_size, cp_rank, cp_layout)
+    padded = cu_seqlens_padded.diff().int()
+    total, longest, tokens = torch.stack((padded.sum(), padded.max(), offsets[-1])).tolist()
+    return _make(offsets, offsets.diff().int(), padded, total, longest, tokens, cp_size, cp_rank, cp_layout)
 
 
 def _make(offsets, lengths, padded, total, longest, tokens, cp_size, cp_rank, cp_layout) -> THDLayout:
     local_rows = total // cp_size
-    ends = padded.cumsum(0)
-    cu_seqlens_padded = torch.nn.functional.pad(ends, (1, 0)).int()
+    ends = padded.cumsum(0, dtype=torch.int32)
+    cu_seqlens_padded = torch.nn.functional.pad(ends, (1, 0))
     if cp_size == 1 or cp_layout == "contiguous":
         first_row = cp_rank * local_rows
         chunk = torch.repeat_interleave(padded, output_size=total)[first_row : first_row + local_rows]
@@ -325,7 +328,7 @@ def _make(offsets, lengths, padded, total, longest, tokens, cp_size, cp_rank, cp
         chunk = torch.repeat_interleave(torch.stack((size, size), dim=1).flatten(), output_size=local_rows)
         shift = torch.stack((size * cp_rank - before, size * (2 * cp_size - 2 - cp_rank) - before), dim=1).flatten()
     # A copy: the layout is kept with its offsets and must not keep them alive
-    starts = offsets[:-1].long().clone()
+    starts = offsets[:-1].to(torch.int32, copy=True)
     return THDLayout(
         cu_seqlens_padded, longest, local_rows, tokens, cp_size, cp_layout, starts, lengths, padded, chunk, shift
     )
