@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TP, CP, RANK, BUCKET = 2, 4, 1, 512
@@ -223,6 +224,8 @@ def recompiles(bucket: int | None, backend: str, batches: int) -> Any:
 
     from verl.utils.megatron.thd_layout import thd_layout
 
+    # A bucket must not live off what the one before it compiled
+    torch._inductor.config.force_disable_caches = True
     torch._dynamo.reset()
     counters.clear()
     compilation_time_metrics.clear()
