@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from patchset.style import Style
 from tests.conftest import PINS, run, snapshot
 
 SERIES = ["0001-cp-position-ids", "0002-pad-to-length-bucket", "0003-cp-bucket-safety", "0004-thd-layout"]
@@ -27,9 +28,12 @@ EXPECTED = {
 
 @pytest.mark.parametrize("pin", EXPECTED)
 def test_statuses_of_every_pin(cli, tree, pin):
-    status, out, _ = cli("apply", "--tree", tree(pin), "--json")
+    folder = tree(pin)
+    status, out, _ = cli("apply", "--tree", folder, "--json")
     (target,) = json.loads(out)["targets"]
     assert status == 0
+    touched = [name for name in target["changed"] if name.endswith(".py")]
+    assert Style.of(folder).problems(folder, touched) == "", "what lands is content with upstream's own linter"
     assert [target["patches"][name]["status"] for name in SERIES] == EXPECTED[pin]
     assert (target["pin"], target["exact"]) == (pin, True)
 
