@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,13 +60,15 @@ def make_repository(folder: Path) -> None:
 
 
 def trailers(tree: Tree, key: str) -> dict[str, str]:
-    """Value of a trailer -> newest commit of HEAD's history that carries it."""
+    """Value of a trailer -> newest commit of HEAD's history that carries it and that no later commit reverts."""
+    reverts = _git(tree.root, "log", "--grep=^This reverts commit ", "--format=%B").decode()
+    reverted = set(re.findall(r"^This reverts commit ([0-9a-f]{40,64})", reverts, re.MULTILINE))
     placeholder = f"%H%x00%(trailers:key={key},valueonly,separator=%x2C)"
     out = _git(tree.root, "log", f"--grep=^{key}: ", f"--format={placeholder}").decode()
     found: dict[str, str] = {}
     for line in out.splitlines():
         commit, _, values = line.partition("\0")
-        for value in values.split(","):
+        for value in values.split(",") if commit not in reverted else ():
             found.setdefault(value.strip(), commit)
     return found
 

@@ -118,6 +118,8 @@ def test_commits_are_taken_back_by_git(cli, tree):
     command = err.partition("as commits: ")[2].split()
     run(checkout, *command[:2], "--no-edit", *command[2:])
     assert snapshot(checkout) == before
+    assert "not applied" in cli("apply", "--tree", checkout, "--status")[1]
+    assert cli("apply", "--tree", checkout, "--revert")[0] == 0
 
 
 def test_commits_are_cherry_picked_into_another_release_branch(cli, tree):
