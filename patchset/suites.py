@@ -124,7 +124,8 @@ def run_suite(root: Path, tests: list[str], log: Path) -> Suite:
             "--continue-on-collection-errors",
             "--asyncio-mode=auto",
         ]
-        command += [f"--timeout={TEST_LIMIT}", f"--report-log={report}", *tests]
+        # Below the home, so that what tests write goes with it: pytest keeps three runs otherwise, checkpoints and all
+        command += [f"--timeout={TEST_LIMIT}", f"--report-log={report}", f"--basetemp={home / 'tmp'}", *tests]
         with log.open("wb") as output:
             try:
                 subprocess.run(

@@ -18,7 +18,7 @@ ensure_environment() {
     fi
     echo "installing verl-thd-patchset$extra into $venv" >&2
     if ! "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable "$repository$extra" >&2; then
-        echo "error: pip cannot install what pyproject.toml names; check the network and run this again" >&2
+        echo "error: pip cannot install what pyproject.toml names, for the reason above; mend it and run this again" >&2
         exit 3
     fi
     rm -f "$venv"/.installed"${extra//[^a-z]/-}"-[0-9]*
