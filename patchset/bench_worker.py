@@ -12,6 +12,7 @@ import math
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,8 @@ import torch._inductor.config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TP, CP, RANK, BUCKET = 2, 4, 1, 512
+#: A run of a call lasts about this long, in seconds.
+SAMPLE = 0.02
 SHAPES = [(16, 2048), (64, 1024), (256, 256), (1024, 64)]
 FIXED_TOKENS = [(16, 1024), (64, 256), (256, 64), (1024, 16)]
 FIXED_BATCH = [(64, 64), (64, 256), (64, 1024), (64, 4096)]
@@ -125,28 +128,32 @@ def cost(call: Callable[[], Any]) -> tuple[int, int]:
     return count.ops, waits
 
 
-def seconds(call: Callable[[], Any], device: str) -> float:
-    """Time of one call, by events on a GPU."""
+def seconds(call: Callable[[], Any], device: str, times: int = 1) -> float:
+    """Time of one of several calls in a row, by events on a GPU."""
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(times):
+            call()
         end.record()
         torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) / 1000
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+        return float(start.elapsed_time(end)) / 1000 / times
+    return timeit.timeit(call, number=times) / times
 
 
 def interleaved(pair: list[Callable[[], Any]], runs: int, device: str) -> list[float]:
-    """Median time of each call, measured in turn so that a drift of the machine meets all."""
-    times: list[list[float]] = [[] for _ in pair]
+    """Median time of each call, measured in turn so that a drift of the machine meets all.
+
+    A run is as many calls as take SAMPLE: one alone would start with the caches that the other tree has left.
+    """
+    counts = []
     for call in pair:
         call()
+        counts.append(max(1, int(SAMPLE / seconds(call, device))))
+    times: list[list[float]] = [[] for _ in pair]
     for _ in range(runs):
-        for call, into in zip(pair, times, strict=True):
-            into.append(seconds(call, device))
+        for call, count, into in zip(pair, counts, times, strict=True):
+            into.append(seconds(call, device, count))
     return [statistics.median(into) for into in times]
 
 
