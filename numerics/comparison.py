@@ -78,14 +78,15 @@ class Difference:
 
 def enter(topology: Topology) -> None:
     """Makes this process a rank of a topology, unless it is one already."""
-    sizes = (topology.tp, topology.cp)
-    if mpu.is_initialized():
-        if sizes == (mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()):
-            return
-        mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=topology.tp, context_parallel_size=topology.cp, expert_tensor_parallel_size=1
-    )
+    sizes = {
+        "tensor_model_parallel_size": topology.tp,
+        "context_parallel_size": topology.cp,
+        "expert_tensor_parallel_size": 1,
+    }
+    if not mpu.is_initialized():
+        mpu.initialize_model_parallel(**sizes)
+    if (mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()) != (topology.tp, topology.cp):
+        raise RuntimeError(f"this process is of another topology than {topology}")
 
 
 def compare_tokens(

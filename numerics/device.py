@@ -6,9 +6,7 @@ What stands here changes where tensors lie and which library sums them up, never
 from __future__ import annotations
 
 import contextlib
-import os
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +78,29 @@ def enter() -> None:
     CudaMeansCpu().__enter__()
 
 
+def _stand_ins() -> dict[str, Any]:
+    """Functions of `torch.cuda` that are asked for where there is no CUDA, and what to say."""
+    # distributed/distributed_data_parallel.py, verl/utils/device.py
+    nothing = ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "manual_seed_all")
+    # verl/utils/profiler/performance.py logs them
+    zero = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    return {
+        # A function each: Dynamo tells functions of torch apart by identity
+        **{name: (lambda *unused: None) for name in nothing},
+        **{name: (lambda *unused: 0) for name in zero},
+        "mem_get_info": lambda *unused: (1 << 34, 1 << 34),
+        # models/common/embeddings/rotary_pos_embedding.py, transformer/multi_token_prediction.py, mbridge: as a device
+        "current_device": lambda: "cpu",
+    }
+
+
 def _replace_cuda_functions() -> None:
-    cuda = torch.cuda
-    # models/common/embeddings/rotary_pos_embedding.py, transformer/multi_token_prediction.py, mbridge: as a device
-    cuda.current_device = lambda: "cpu"
+    for name, function in _stand_ins().items():
+        setattr(torch.cuda, name, function)
     # distributed/param_and_grad_buffer.py, transformer/moe/token_dispatcher.py: streams and events
-    cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = lambda *unused: _Stream()
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    # distributed/distributed_data_parallel.py, verl/utils/device.py and its logging of memory
-    for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "manual_seed_all"):
-        setattr(cuda, name, lambda *unused: None)
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(cuda, name, lambda *unused: 0)
-    cuda.mem_get_info = lambda *unused: (1 << 34, 1 << 34)
+    torch.cuda.Stream = torch.cuda.Event = _Stream
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *unused: _Stream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 
 def _mend_gloo() -> None:
@@ -132,28 +139,14 @@ def _mend_router() -> None:
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Sends what libraries print to nowhere; our own output goes through the report."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
-
-
 def cuda_like_module() -> types.SimpleNamespace:
     """What verl's platform asks of `torch.cuda`, for a CPU."""
+    random_state = {
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": torch.set_rng_state,
+    }
     return types.SimpleNamespace(
-        is_available=lambda: True,
-        current_device=lambda: "cpu",
-        device_count=lambda: 0,
-        manual_seed=torch.manual_seed,
-        manual_seed_all=torch.manual_seed,
-        get_rng_state=torch.get_rng_state,
-        set_rng_state=torch.set_rng_state,
-        **{
-            name: getattr(torch.cuda, name)
-            for name in (
-                "synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "memory_allocated",
-                "memory_reserved", "max_memory_allocated", "max_memory_reserved", "mem_get_info",
-            )
-        },
+        is_available=lambda: True, device_count=lambda: 0, **{**_stand_ins(), **random_state}
     )  # fmt: skip

@@ -19,6 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig
 
 from .attention import ReferenceAttention
@@ -116,10 +117,16 @@ def block_spec(config: Any) -> TransformerBlockSubmodules:
 def install() -> None:
     """Makes mbridge build its models from these layers, wherever it is called from."""
 
+    def transformer_config(**settings: Any) -> TransformerConfig:
+        # verl 0.9.0 has it from a critic's engine, and Megatron-Core 0.16 takes it for its models, not for this
+        settings.pop("share_embeddings_and_output_weights", None)
+        return TransformerConfig(**settings)
+
     def spec_of_bridge(self: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         self.has_vp_stage = True
         return block_spec(self.config)
 
+    LLMBridge.TransformerConfigClass = staticmethod(transformer_config)
     LLMBridge._get_transformer_layer_spec = spec_of_bridge
 
 

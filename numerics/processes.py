@@ -57,7 +57,7 @@ class Group:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What a function of a module returns on every rank, and each rank's memory is remembered.
+        """What a function of a module returns on every rank.
 
         Raises:
             GroupFailed: it did not return on every rank in time; the group can't be used any more.
@@ -110,19 +110,13 @@ class Group:
         self._folder.cleanup()
 
 
-def memory() -> int:
-    """Bytes that this process alone uses, and its share of what it shares with others."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/smaps_rollup has no Pss")
-
-
 def _serve(rank: int, world: int, connection: Connection, folder: Path, limit: float) -> None:
     # What libraries print would break the table
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # What libraries leave behind goes with the group
+    tempfile.tempdir = str(folder)
     torch.set_num_threads(1)
     device.enter()
     dist.init_process_group(

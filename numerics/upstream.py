@@ -55,3 +55,8 @@ def mtp_trains_head() -> bool:
 def mtp_weighs_by_tokens() -> bool:
     """Whether the MTP gradient makes up for the tokens that rolling loses, where gradients are summed over tokens."""
     return "original_num_tokens" in inspect.getsource(mtp_patch)
+
+
+def runs_engine() -> bool:
+    """Whether the tree's engine can run as a whole, as that of 0.8 on can."""
+    return _FORWARD == "gptmodel_forward_model_engine"

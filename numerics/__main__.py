@@ -1,0 +1,5 @@
+"""python -m numerics"""
+
+from .cli import main
+
+raise SystemExit(main())
