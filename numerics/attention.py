@@ -1,4 +1,4 @@
-"""Attention over THD rows under context parallelism, written for clarity: the reference in the place of a CUDA kernel."""
+"""Attention over THD rows under context parallelism, written for clarity, in the place of a CUDA kernel."""
 
 from __future__ import annotations
 

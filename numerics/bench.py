@@ -87,7 +87,9 @@ class Bench:
         if "vision" in families:
             found += vision.cases(short)
         if families & {"engine", "ray"} and not upstream.runs_engine():
-            self.skipped.append("engine, ray: the engine of verl 0.7 does not run (its critic's forward raises TypeError)")
+            self.skipped.append(
+                "engine, ray: the engine of verl 0.7 does not run (its critic's forward raises TypeError)"
+            )
             return found
         if "engine" in families:
             from . import engine
@@ -105,7 +107,9 @@ class Bench:
         if upstream.has_bucket():
             return cases
         kept = [case for case in cases if case.bucket is None]
-        self.skipped.append(f"{len(cases) - len(kept)} comparisons with a bucket: this tree has no pad_to_length_bucket")
+        self.skipped.append(
+            f"{len(cases) - len(kept)} comparisons with a bucket: this tree has no pad_to_length_bucket"
+        )
         return kept
 
     def run(self, case: Case, mutation: str | None = None) -> Result:

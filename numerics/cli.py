@@ -106,8 +106,9 @@ def _comparisons(bench: Bench, options: argparse.Namespace, errors: Console, mem
     if options.json is not None:
         plain = [result.json() for result in results]
         report.write_json(
-            options.json, tree=str(options.tree), results=plain, skipped=bench.skipped, memory_bytes=memory.bytes
-        )
+            options.json, tree=str(options.tree), summary=report.summary(results), results=plain,
+            skipped=bench.skipped, memory_bytes=memory.bytes,
+        )  # fmt: skip
     return not results or any(not result.passed for result in results)
 
 
@@ -131,5 +132,8 @@ def _mutations(bench: Bench, options: argparse.Namespace, errors: Console, memor
         errors.print(f"without any fault: {result.name}: {report.why(result)}", style="red", markup=False)
     if options.json is not None:
         plain = {fault: [result.json() for result in results] for fault, results in seen.items()}
-        report.write_json(options.json, tree=str(options.tree), faults=plain, without=[r.json() for r in sound])
+        report.write_json(
+            options.json, tree=str(options.tree), summary=report.sights(seen), faults=plain,
+            without=[result.json() for result in sound],
+        )  # fmt: skip
     return not cases or bool(broken) or any(all(r.passed for r in results) for results in seen.values())

@@ -85,7 +85,10 @@ def enter(topology: Topology) -> None:
     }
     if not mpu.is_initialized():
         mpu.initialize_model_parallel(**sizes)
-    if (mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()) != (topology.tp, topology.cp):
+    if (mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()) != (
+        topology.tp,
+        topology.cp,
+    ):
         raise RuntimeError(f"this process is of another topology than {topology}")
 
 
@@ -109,7 +112,9 @@ def compare_tokens(
         if not where and (apart > limit).any():
             position = int((apart > limit).nonzero()[0])
             values = f"{ours[position]:.6g} for {right[position]:.6g}"
-            where = f"{quantity}, sequence {sequence}, position {position}{_held(cu_seqlens, sequence, position)}: {values}"
+            where = (
+                f"{quantity}, sequence {sequence}, position {position}{_held(cu_seqlens, sequence, position)}: {values}"
+            )
     return Difference(quantity, worst, limit, where)
 
 
@@ -124,7 +129,7 @@ def _held(cu_seqlens: list[int] | None, sequence: int, position: int) -> str:
 def compare_weights(
     quantity: str, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], limit: float
 ) -> Difference:
-    """Holds tensors of the same names against each other: the norm of each difference, relative to that of the right one.
+    """Holds tensors of the same names against each other: each difference's norm, relative to the right one's.
 
     A tensor whose norm is below a hundredth of the largest is held against that hundredth: the rest is rounding noise.
     """

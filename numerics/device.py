@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+
 def environment(tree: Path) -> dict[str, str]:
     """What has to stand in the environment before the verl of a tree is imported."""
     found = {
@@ -45,8 +46,8 @@ class CudaMeansCpu(TorchFunctionMode):
     """Sends to the CPU what names a CUDA device in a call.
 
     Needed by `device="cuda"` in megatron/core/pipeline_parallel/schedules.py (token count), optimizer/optimizer.py
-    (found_inf), optimizer/clip_grads.py (norm), distributed/param_and_grad_buffer.py, and by `.cuda()` and `.to("cuda")`
-    in mbridge's get_model and verl's load and offload.
+    (found_inf), optimizer/clip_grads.py (norm), distributed/param_and_grad_buffer.py; `.cuda()` and `.to("cuda")` in
+    mbridge's get_model and verl's load and offload.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,10 +98,19 @@ def _stand_ins() -> dict[str, Any]:
 def _replace_cuda_functions() -> None:
     for name, function in _stand_ins().items():
         setattr(torch.cuda, name, function)
+        # verl/utils/device.py of 0.8 takes torch.cpu for the device's module
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, function)
     # distributed/param_and_grad_buffer.py, transformer/moe/token_dispatcher.py: streams and events
-    torch.cuda.Stream = torch.cuda.Event = _Stream
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda *unused: _Stream()
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    streams = {
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda *unused: _Stream(),
+        "default_stream": lambda *unused: _Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    for name, stand_in in streams.items():
+        setattr(torch.cuda, name, stand_in)
 
 
 def _mend_gloo() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from verl.models.mcore import model_forward_fused
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
@@ -197,7 +198,7 @@ def _run(case: Case, forward: Callable[[Any, torch.Tensor], Any]) -> list[Differ
     for name in BATCHES:
         made, right = batch(name), _truths[kind, name, dtype]
         told: dict[str, Any] = {}
-        watch = model.register_forward_pre_hook(lambda _, __, named: told.update(named), with_kwargs=True)
+        watch = model.register_forward_pre_hook(lambda _, __, named, told=told: told.update(named), with_kwargs=True)
         model.zero_grad()
         output = forward(model, made.nested())
         watch.remove()

@@ -1,4 +1,4 @@
-"""Where a token lies under THD with context parallelism, from the definition; shares nothing with the tree under test."""
+"""Where a token lies under THD with context parallelism, from the definition, without the tree under test."""
 
 from __future__ import annotations
 

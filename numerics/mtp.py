@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from verl.models.mcore import mtp_patch
 
 from . import layout, models, reference, toys, upstream
@@ -137,8 +138,8 @@ def _truth(model: GPTModel, name: str, per_token: bool) -> Truth:
         cross_entropy = F.cross_entropy(ahead[:-2, 0] @ head.T, ids[2:], reduction="none")
         losses.append(F.pad(cross_entropy, (0, 2)))
         weights.append(F.pad(mask[2:], (0, 2)))
-    total = sum((weight * loss).sum() for weight, loss in zip(weights, losses, strict=True))
-    count = sum(weight.sum() for weight in weights)
+    total = torch.stack([(weight * loss).sum() for weight, loss in zip(weights, losses, strict=True)]).sum()
+    count = torch.cat(weights).sum()
     # Where Megatron divides by the main loss's tokens later, a mean is a sum times what rolling has lost
     scale = SCALE / count
     if per_token:
@@ -146,8 +147,8 @@ def _truth(model: GPTModel, name: str, per_token: bool) -> Truth:
         scale = SCALE * (labelled / count if upstream.mtp_weighs_by_tokens() else 1)
     (reference.loss(made, log_probs, entropies) + scale * total).backward()
     gradients = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
-    detached = [[x.detach() for x in values] for values in (log_probs, losses)]
-    return Truth(*detached, (total / count).item(), gradients)
+    mean = (total / count).item()
+    return Truth([x.detach() for x in log_probs], [x.detach() for x in losses], mean, gradients)
 
 
 def run(case: Case) -> list[Difference]:
@@ -213,7 +214,9 @@ def _run(case: Case, model: GPTModel, name: str, per_token: bool, told: dict[str
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
     return [
         compare_tokens("log-probs", log_probs, right.log_probs, LIMIT, cu_seqlens),
-        compare_tokens("MTP losses", _own_losses(told["losses"][0], right, cu_seqlens), right.losses, LIMIT, cu_seqlens),
+        compare_tokens(
+            "MTP losses", _own_losses(told["losses"][0], right, cu_seqlens), right.losses, LIMIT, cu_seqlens
+        ),
         compare_number("MTP mean", logged["mtp_1 loss"].item(), right.mean, LIMIT),
         compare_weights("gradients", gradients, right.gradients, GRADIENT_LIMIT),
     ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+
 from verl.models.mcore import mtp_patch
 
 from . import attention, upstream
@@ -80,11 +81,11 @@ def no_bounds() -> Any:
     """Attention is told of one sequence where there are several."""
     forward = attention.ReferenceAttention.forward
 
-    def mutant(self: Any, *arguments: Any, packed_seq_params: Any = None, **named: Any) -> Any:
-        told = copy.copy(packed_seq_params)
+    def mutant(self: Any, *arguments: Any, **named: Any) -> Any:
+        told = copy.copy(named["packed_seq_params"])
         if told is not None:
             told.cu_seqlens_q_padded = told.cu_seqlens_q_padded[[0, -1]]
-        return forward(self, *arguments, packed_seq_params=told, **named)
+        return forward(self, *arguments, **named | {"packed_seq_params": told})
 
     return _set(attention.ReferenceAttention, "forward", mutant)
 

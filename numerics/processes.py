@@ -73,9 +73,9 @@ class Group:
             if not ready:
                 break
             for connection in ready:
-                rank = pending[connection]  # type: ignore[index]
+                rank = pending[connection]
                 try:
-                    kind, value = connection.recv()  # type: ignore[union-attr]
+                    kind, value = connection.recv()
                 except EOFError:
                     kind, value = "failed", self._told_at_death(rank)
                 if kind == "returned":
@@ -134,6 +134,14 @@ def _serve(rank: int, world: int, connection: Connection, folder: Path, limit: f
             try:
                 answer = ("returned", function(*arguments))
             except Exception as error:
-                answer = ("failed", (f"{type(error).__name__}: {error}".splitlines()[0], traceback.format_exc()))
+                answer = ("failed", (_in_one_line(error), traceback.format_exc()))
             faulthandler.cancel_dump_traceback_later()
             connection.send(answer)
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if type(error).__module__.startswith("ray."):
+        # Ray puts the actor's traceback into the message, and the actor's error at its end
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"

@@ -89,12 +89,14 @@ def truth(model: PreTrainedModel, batch: Batch) -> Truth:
 def loss(batch: Batch, log_probs: list[torch.Tensor], entropies: list[torch.Tensor]) -> torch.Tensor:
     """A weighted mean over the tokens of a batch: every log-prob and entropy has a weight of its own."""
     parts = zip(batch.weights, log_probs, entropies, strict=True)
-    return -sum((w * (lp + ENTROPY_WEIGHT * e)).sum() for w, lp, e in parts) / sum(batch.lengths)
+    weighted = torch.stack([(w * (lp + ENTROPY_WEIGHT * e)).sum() for w, lp, e in parts])
+    return -weighted.sum() / sum(batch.lengths)
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Gradients under the names that the checkpoint has, experts one by one."""
-    return by_checkpoint_name({name: parameter.grad for name, parameter in model.named_parameters()})
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return by_checkpoint_name(found)
 
 
 def by_checkpoint_name(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

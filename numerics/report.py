@@ -20,7 +20,7 @@ _RELATIVE = ("gradients", "updates", "loss", "grad norm", "MTP mean")
 
 def print_results(results: list[Result], skipped: list[str], console: Console) -> None:
     """Comparison and topology by bucket, each with its largest differences; then every failure, and the totals."""
-    buckets = list(dict.fromkeys(result.bucket for result in results))
+    buckets = sorted({result.bucket for result in results}, key=lambda bucket: bucket or 0)
     table = Table(box=None, pad_edge=False, title="largest difference of values · of gradients and sums, relative")
     for name in ("comparison", "topology", *(f"bucket {bucket or 'none'}" for bucket in buckets)):
         table.add_column(name, no_wrap=True)
@@ -80,10 +80,14 @@ def print_mutations(seen: dict[str, list[Result]], console: Console) -> None:
         blind = all(result.passed for result in results)
         table.add_row(f"[red]{fault}[/]" if blind else fault, *row)
     console.print(table)
+    console.print(sights(seen), highlight=False)
+
+
+def sights(seen: dict[str, list[Result]]) -> str:
+    """How many faults were seen, and which were not."""
     unseen = [fault for fault, results in seen.items() if all(result.passed for result in results)]
-    for fault in unseen:
-        console.print(f"[red]FAIL[/] nothing saw: {fault}", highlight=False)
-    console.print(f"{len(seen) - len(unseen)} of {len(seen)} faults seen", highlight=False)
+    missed = f"; nothing saw: {', '.join(unseen)}" if unseen else ""
+    return f"{len(seen) - len(unseen)} of {len(seen)} faults seen{missed}"
 
 
 def _sight(result: Result) -> str:

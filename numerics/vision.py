@@ -45,7 +45,9 @@ class VisionModel(torch.nn.Module):
         # Split over the CP ranks after the images are in place, which is not part of this
         whole = mpu.get_tensor_model_parallel_group()
         self.angles = self.rotary(position_ids, [2, 3, 3], cp_group=whole)
-        return input_ids.new_zeros(1, packed_seq_params.cu_seqlens_q_padded[-1] // mpu.get_context_parallel_world_size())
+        return input_ids.new_zeros(
+            1, packed_seq_params.cu_seqlens_q_padded[-1] // mpu.get_context_parallel_world_size()
+        )
 
 
 def run(case: Case) -> list[Difference]:

@@ -11,10 +11,12 @@ from typing import Any
 import ray
 import torch
 from tensordict import TensorDict
+
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.utils.losses import sft_loss
 
@@ -34,6 +36,10 @@ class CpuTrainingWorker(TrainingWorker):
         device.install()
         device.enter()
         models.install()
+        # verl 0.8 looks for an engine of the device that torch has; 0.9 reads VERL_ENGINE_DEVICE
+        for backends in EngineRegistry._engines.values():
+            if "megatron" in backends:
+                backends["megatron"].setdefault("cpu", backends["megatron"].get("cuda"))
         # verl would ask for gloo twice, once for the CPU and once for its platform
         initialize_global_process_group_ray(backend="gloo")
         # The configuration's own check has refused it on the way here

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from . import REPOSITORY, __version__, bench, pins, report, verify
+from . import REPOSITORY, __version__, bench, numerics, pins, report, verify
 from .apply import Outcome, Request, build_pin, patch_tree, revert_tree, status_tree
 from .errors import PatchsetError, UsageError
 from .lock import read_lock, records, write_lock
@@ -116,6 +116,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(run=_bench)
 
+    numerics = commands.add_parser(
+        "numerics",
+        help="compare a tree's training with references",
+        prog="scripts/verify_numerics.sh",
+        description="Runs a tree's Megatron engine on this CPU and compares it with Hugging Face, plain Megatron-Core and "
+        "torch's Adam. Without a target: the default pin, patched.",
+        epilog="exit status: 0 all as it should be, 1 something differs or crashed, 2 usage, 3 no source",
+    )
+    place = numerics.add_mutually_exclusive_group()
+    place.add_argument("--pin", metavar="NAME", help="a pin of ci/pins.toml, patched")
+    place.add_argument("--tree", metavar="PATH", type=Path, help="a tree as it stands; nothing is written to it")
+    numerics.add_argument("--unpatched", action="store_true", help="the pin as upstream has it")
+    numerics.add_argument("--upstream", metavar="PATH", type=Path, help="clone of upstream, for pins that are commits")
+    numerics.add_argument("--short", action="store_true", help="a part of every comparison, within 90 seconds")
+    numerics.add_argument("--only", metavar="FAMILY", nargs="+", help="of forward, mtp, vision, engine, ray")
+    numerics.add_argument("--mutations", action="store_true", help="put faults into the tree and see them seen")
+    numerics.add_argument("--limit", metavar="S", help="seconds for one comparison (120)")
+    numerics.add_argument("--json", metavar="FILE", help="write the results there")
+    numerics.set_defaults(run=_numerics)
+
     lint = commands.add_parser("lint", help="check the series", description="Checks the series and its rule files.")
     lint.set_defaults(run=_lint)
     return parser
@@ -153,6 +173,25 @@ def _bench(options: argparse.Namespace, errors: Console) -> int:
     bench.plot(found, options.out / "bench.png")
     errors.print(f"{options.out / 'bench.json'}, {options.out / 'bench.png'}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _numerics(options: argparse.Namespace, errors: Console) -> int:
+    if options.unpatched and options.tree is not None:
+        raise UsageError("--unpatched goes with --pin; a tree is taken as it stands")
+    passed_on = [f"--{name}" for name in ("short", "mutations") if getattr(options, name)]
+    for name in ("limit", "json"):
+        passed_on += [f"--{name}", getattr(options, name)] if getattr(options, name) is not None else []
+    passed_on += ["--only", *options.only] if options.only else []
+    if options.tree is not None:
+        return numerics.run(Tree.at(options.tree).root, passed_on)
+    known = pins.load_pins()
+    name = options.pin or known.default
+    with TemporaryDirectory(prefix="patchset-") as folder:
+        root = Path(folder) / f"verl-{name}"
+        pins.unpack(name, known.get(name), root, options.upstream or _upstream_from_environment())
+        if not options.unpatched:
+            patch_tree(Tree.at(root), Request(), load(), pin=name)
+        return numerics.run(root, passed_on)
 
 
 def _lint(options: argparse.Namespace, errors: Console) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import REPOSITORY, gitrepo, pins, suites
+from . import REPOSITORY, gitrepo, numerics, pins, suites
 from .apply import Request, patch_tree
 from .errors import Conflict, PatchsetError, SourceUnavailable
 from .generated import CONFIG_FOLDER, regenerate
@@ -47,10 +47,12 @@ class Subject:
         pin: the pin that it is; None for a fork.
         pristine: an untouched copy.
         whole: it comes with upstream's whole test suite, whose failures before patching are measured, not listed.
+        thorough: all numerics are compared on it, not a part.
     """
 
-    def __init__(self, name: str, pin: str | None, pristine: Path, series: Series, whole: bool) -> None:
-        self.name, self.pin, self.pristine, self.series, self.whole = name, pin, pristine, series, whole
+    def __init__(self, name: str, pin: str | None, pristine: Path, series: Series, whole: bool, thorough: bool) -> None:
+        self.name, self.pin, self.pristine, self.series = name, pin, pristine, series
+        self.whole, self.thorough = whole, thorough
         self.folder = pristine.parent
         self.patched = self.folder / "patched"
         self.plan: Plan | None = None
@@ -68,6 +70,8 @@ class Subject:
         yield "new tests", self.new_tests
         yield "mutation", self.mutation
         yield "upstream", self.upstream
+        yield "numerics", self.numerics
+        yield "faults", self.faults
 
     def run(self, report: Report) -> None:
         """Makes every check, as long as the tree can be patched at all."""
@@ -176,6 +180,17 @@ class Subject:
             )
             shutil.rmtree(mutant)
         return fine, "; ".join(said) or "no patch applied"
+
+    def numerics(self) -> tuple[bool, str]:
+        """The engine's training against references; a part of it on pins that aren't the main one."""
+        arguments = [] if self.thorough else ["--short"]
+        return numerics.check(self.patched, arguments, self.folder / "numerics.log")
+
+    def faults(self) -> tuple[bool | None, str]:
+        """Whether those comparisons see faults that are put into the tree."""
+        if not self.thorough:
+            return None, "made on the main pin and on forks"
+        return numerics.check(self.patched, ["--mutations"], self.folder / "faults.log")
 
     def upstream(self) -> tuple[bool, str]:
         tests = suites.upstream_tests(self.patched, self._overlay_tests())
@@ -289,12 +304,12 @@ def verify(
             return
         if whole:
             gitrepo.make_repository(pristine)
-        Subject(name, name, pristine, series, whole).run(report)
+        Subject(name, name, pristine, series, whole, thorough=name == known.default).run(report)
 
     def fork(path: Path) -> None:
         pristine = workspace / path.resolve().name / "pristine"
         copy_tracked(Tree.at(path), pristine)
-        Subject(path.resolve().name, None, pristine, series, whole=True).run(report)
+        Subject(path.resolve().name, None, pristine, series, whole=True, thorough=True).run(report)
 
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         waiting = [pool.submit(one, name) for name in names]
