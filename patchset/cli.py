@@ -120,8 +120,8 @@ def _parser() -> argparse.ArgumentParser:
         "numerics",
         help="compare a tree's training with references",
         prog="scripts/verify_numerics.sh",
-        description="Runs a tree's Megatron engine on this CPU and compares it with Hugging Face, plain Megatron-Core and "
-        "torch's Adam. Without a target: the default pin, patched.",
+        description="Runs a tree's Megatron engine on this CPU and compares it with Hugging Face, plain Megatron-Core "
+        "and torch's Adam. Without a target: the default pin, patched.",
         epilog="exit status: 0 all as it should be, 1 something differs or crashed, 2 usage, 3 no source",
     )
     place = numerics.add_mutually_exclusive_group()
