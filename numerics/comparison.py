@@ -107,7 +107,7 @@ def compare_tokens(
     for sequence, (ours, right) in enumerate(zip(got, want, strict=True)):
         if ours.shape != right.shape:
             return Difference(quantity, math.inf, limit, f"sequence {sequence}: {tuple(ours.shape)} values")
-        apart = (ours.detach().double() - right.double()).abs().nan_to_num(nan=math.inf)
+        apart = (ours.detach().cpu().double() - right.double()).abs().nan_to_num(nan=math.inf)
         worst = max(worst, apart.max().item())
         if not where and (apart > limit).any():
             position = int((apart > limit).nonzero()[0])
@@ -138,12 +138,12 @@ def compare_weights(
     least = max(tensor.double().norm().item() for tensor in want.values()) / 100
     worst, where = 0.0, ""
     for name, right in want.items():
-        apart = got[name].double() - right.double()
+        apart = got[name].cpu().double() - right.double()
         relative = (apart.norm() / right.double().norm().clamp(min=least)).nan_to_num(nan=math.inf).item()
         worst = max(worst, relative)
         if relative > limit and not where:
             rows = apart.reshape(apart.shape[0], -1).abs().nan_to_num(nan=math.inf).amax(1)
-            row = int((rows > rows.max() / 2).nonzero()[0])
+            row = int((rows >= rows.max() / 2).nonzero()[0])
             where = f"{quantity} of {name}, row {row}: off by {relative:.2g} of its norm"
     return Difference(quantity, worst, limit, where)
 

@@ -47,6 +47,26 @@ truths: dict[str, Truth] = {}
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What engines run on, and how near to the right values they come there.
+
+    Args:
+        dtype: of weights and activations.
+        transformer: settings of Megatron-Core's model.
+        limit, gradient_limit, update_limit: largest differences; no limit for what the dtype is too coarse for.
+    """
+
+    dtype: str
+    transformer: dict[str, Any]
+    limit: float
+    gradient_limit: float
+    update_limit: float | None
+
+
+CPU = Machine("float32", models.CPU_CONFIG, LIMIT, GRADIENT_LIMIT, UPDATE_LIMIT)
+
+
+@dataclass(frozen=True)
 class Truth:
     """Right values of a training run: outputs before it, loss and gradient norm of every step, what weights gain."""
 
@@ -162,18 +182,19 @@ def data(micro_batch: int) -> TensorDict:
     return found
 
 
-def engine_config(topology: Topology, bucket: int | None, micro_batch: int, **more: Any) -> McoreEngineConfig:
-    """An engine's configuration for this machine."""
+def engine_config(
+    topology: Topology, bucket: int | None, micro_batch: int, machine: Machine = CPU, **more: Any
+) -> McoreEngineConfig:
+    """An engine's configuration for a machine."""
     padding = {"pad_to_length": True, "pad_to_length_bucket": bucket} if bucket else {}
     found = McoreEngineConfig(
         tensor_model_parallel_size=topology.tp, context_parallel_size=topology.cp, sequence_parallel=topology.sp,
         use_remove_padding=True, use_dynamic_bsz=True, max_token_len_per_gpu=micro_batch,
-        infer_max_token_len_per_gpu=micro_batch, vanilla_mbridge=True,
-        param_offload=False, optimizer_offload=False,
-        override_transformer_config=dict(models.CPU_CONFIG), **padding, **more,
+        infer_max_token_len_per_gpu=micro_batch, vanilla_mbridge=True, param_offload=False, optimizer_offload=False,
+        override_transformer_config=dict(machine.transformer), **padding, **more,
     )  # fmt: skip
-    # The configuration admits bfloat16 and float16 alone, in which nothing could be compared
-    object.__setattr__(found, "dtype", "float32")
+    # The configuration admits bfloat16 and float16 alone, in which a CPU could compare nothing
+    object.__setattr__(found, "dtype", machine.dtype)
     return found
 
 
@@ -194,47 +215,60 @@ def model_config(checkpoint: Path, head: str) -> HFModelConfig:
 
 
 def run(case: Case) -> list[Difference]:
-    """Builds an engine, infers, trains, exports, and holds all of it against the reference."""
+    """Trains on this CPU, as one rank of the case's topology."""
     head, distributed = case.options
-    topology = case.topology
-    assert isinstance(topology, Topology)
+    assert isinstance(case.topology, Topology)
+    return train(CPU, _checkpoints[KIND], head, case.topology, case.bucket, truths[head], distributed)
+
+
+def train(
+    machine: Machine, checkpoint: Path, head: str, topology: Topology, bucket: int | None, right: Truth,
+    distributed: bool = False,
+) -> list[Difference]:  # fmt: skip
+    """Builds an engine, infers, trains, exports, and holds all of it against the reference.
+
+    Args:
+        head: "actor" or "critic".
+        distributed: whether the optimizer's state is split over the ranks.
+    """
     micro_batch = MICRO_BATCH // topology.cp
     kind = MegatronEngineWithValueHead if head == "critic" else MegatronEngineWithLMHead
     engine = kind(
-        model_config(_checkpoints[KIND], head),
-        engine_config(topology, case.bucket, micro_batch, use_distributed_optimizer=distributed),
+        model_config(checkpoint, head),
+        engine_config(topology, bucket, micro_batch, machine, use_distributed_optimizer=distributed),
         optimizer_config(),
         CheckpointConfig(),
     )
     engine.initialize()
     if head == "critic":
         _module(engine).output_layer.weight.data.copy_(value_head())
-    right = truths[head]
     before = _exported(engine)
-    found = run_engine(engine, head, micro_batch, right)
-    found.append(compare_weights("updates", _gained(_exported(engine), before), right.updates, UPDATE_LIMIT))
+    found = _infer_and_step(engine, head, micro_batch, machine, right)
+    if machine.update_limit is not None:
+        gained = _gained(_exported(engine), before)
+        found.append(compare_weights("updates", gained, right.updates, machine.update_limit))
     # What an engine holds refers to itself
     del engine
     gc.collect()
     return found
 
 
-def run_engine(engine: Any, head: str, micro_batch: int, right: Truth) -> list[Difference]:
-    """Inference and training of an engine that is set up."""
+def _infer_and_step(engine: Any, head: str, micro_batch: int, machine: Machine, right: Truth) -> list[Difference]:
     key, loss = ("values", value_loss) if head == "critic" else ("log_probs", partial(sft_loss, None))
     with engine.eval_mode():
         output = engine.infer_batch(data(micro_batch))["model_output"][key]
     outputs = [x.detach() for x in output.unbind()]
     if head == "actor":
         outputs = [torch.cat([x[:-1], x.new_zeros(1)]) for x in outputs]
-    found = [compare_tokens("values" if head == "critic" else "log-probs", outputs, right.outputs, LIMIT)]
+    name = "values" if head == "critic" else "log-probs"
+    found = [compare_tokens(name, outputs, right.outputs, machine.limit)]
     with engine.train_mode():
         for step in range(STEPS):
             told = engine.train_batch(data(micro_batch), loss)
-            found.append(compare_number("loss", sum(told["loss"]), right.losses[step], LIMIT))
+            found.append(compare_number("loss", sum(told["loss"]), right.losses[step], machine.limit))
             if engine.is_mp_src_rank_with_outputs():
                 norm = float(told["metrics"]["grad_norm"])
-                found.append(compare_number("grad norm", norm, right.norms[step], GRADIENT_LIMIT))
+                found.append(compare_number("grad norm", norm, right.norms[step], machine.gradient_limit))
     return found
 
 

@@ -132,7 +132,7 @@ def test_status_tells_version_patches_and_edits(cli, tree):
     assert "not applied" in cli("apply", "--tree", folder, "--status")[1]
     cli("apply", "--tree", folder)
     _, out, _ = cli("apply", "--tree", folder, "--status")
-    assert "applied by patch-set 0.1.0 to 18 files" in out
+    assert "applied by patch-set 0.1.0 to 22 files" in out
     assert "edited since" not in out
     (folder / "verl/models/mcore/util.py").write_text("# mine\n")
     _, out, _ = cli("apply", "--tree", folder, "--status")
@@ -161,7 +161,7 @@ def test_a_tree_that_was_reset_by_git_is_patched_again(cli, tree):
     assert "not applied" in cli("apply", "--tree", folder, "--status")[1]
     status, out, _ = cli("apply", "--tree", folder)
     assert status == 0
-    assert "12 files patched" in out
+    assert "17 files patched" in out
 
 
 def test_dry_run_prints_a_diff_that_git_applies(cli, tree):
