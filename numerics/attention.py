@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from .layout import rows
 
@@ -16,14 +17,14 @@ class GatherRows(torch.autograd.Function):
     """All ranks' rows, rank after rank. Every rank's loss reads them, so the gradient is the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, own.contiguous(), group=group)
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group)
         return gradient.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
@@ -52,16 +53,8 @@ class ReferenceAttention(MegatronModule):
         self.cp_group = mpu.get_context_parallel_group() if pg_collection is None else pg_collection.cp
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Any = None,
-        packed_seq_params: Any = None,
-        **unused: Any,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, packed_seq_params: Any = None, **more: Any
+    ) -> Tensor:
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             length = query.shape[0]
@@ -83,7 +76,7 @@ class ReferenceAttention(MegatronModule):
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         return self._attend(q, k, v, mask).transpose(0, 1).flatten(1)
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """The formula, [..., heads, rows, dim]: the CPU's fused kernels round their exponentials too early."""
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
