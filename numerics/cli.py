@@ -29,12 +29,22 @@ def main(arguments: list[str] | None = None) -> int:
     if not (tree / "verl" / "__init__.py").is_file():
         errors.print(f"error: {tree} holds no verl/; name a checkout, or a folder with verl/ in it", style="red")
         return 2
+    try:
+        return _run(options, tree, errors)
+    except ImportError as error:
+        errors.print(f"error: the verl in {tree} cannot be imported here: {error}", style="red", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        errors.print("interrupted", style="red")
+        return 130
+
+
+def _run(options: argparse.Namespace, tree: Path, errors: Console) -> int:
     _make_ready(tree)
     from . import models
-
-    models.install()
     from .bench import Bench, PeakMemory
 
+    models.install()
     families = options.only or (("forward", "mtp", "engine") if options.mutations else FAMILIES)
     with TemporaryDirectory(prefix="numerics-") as folder, PeakMemory() as memory:
         bench = Bench(Path(folder), families, options.short, options.limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from .reference import TEMPERATURE, Batch
 
 #: (length, tokens of it that are a response) of every sequence.
 SEQUENCES = ((9, 4), (21, 13), (6, 3), (33, 20), (14, 9), (25, 11))
-#: Tokens of a micro-batch, over all CP ranks: two to three micro-batches of different lengths.
+#: Tokens of a micro-batch, over all CP ranks: three micro-batches of different lengths.
 MICRO_BATCH = 48
 STEPS, LEARNING_RATE, CLIP = 2, 1e-3, 1.0
 #: Of what training adds to each weight, relative to it; float32 rounds a norm's weight to 6e-5 of what is added.
@@ -67,6 +68,19 @@ CPU = Machine("float32", models.CPU_CONFIG, LIMIT, GRADIENT_LIMIT, UPDATE_LIMIT)
 
 
 @dataclass(frozen=True)
+class Variant:
+    """Ways to train that have the same right values.
+
+    Args:
+        distributed_optimizer: the optimizer's state is split over the ranks.
+        per_token_loss: Megatron sums gradients over tokens and divides once, instead of averaging over ranks.
+    """
+
+    distributed_optimizer: bool = False
+    per_token_loss: bool = False
+
+
+@dataclass(frozen=True)
 class Truth:
     """Right values of a training run: outputs before it, loss and gradient norm of every step, what weights gain."""
 
@@ -82,13 +96,25 @@ def cases(short: bool) -> list[Case]:
         Topology(1), Topology(2), Topology(1, 2, True), Topology(2, 2, True),
     )  # fmt: skip
     found = [
-        Case("engine", head, topology.world, topology, bucket, run, (head, False))
+        Case("engine", head, topology.world, topology, bucket, run, (head, Variant()))
         for topology in topologies
         for bucket in ((None, 100) if short else BUCKETS)
         for head in ("actor", "critic")
     ]
-    split = Topology(2)
-    return [*found, Case("engine", "actor, distributed optimizer", split.world, split, 64, run, ("actor", True))]
+    two = Topology(2)
+    split = Variant(distributed_optimizer=True)
+    found.append(Case("engine", "actor, distributed optimizer", two.world, two, 64, run, ("actor", split)))
+    if counts_tokens():
+        per_token = Variant(per_token_loss=True)
+        for topology in (two,) if short else (Topology(1), two, Topology(2, 2, True)):
+            case = Case("engine", "actor, per-token loss", topology.world, topology, 64, run, ("actor", per_token))
+            found.append(case)
+    return found
+
+
+def counts_tokens() -> bool:
+    """Whether the tree's engine can sum gradients over tokens; 0.9 on can."""
+    return hasattr(MegatronEngineWithLMHead, "_routed_num_tokens")
 
 
 def prepare(checkpoints: dict[str, Path]) -> None:
@@ -216,26 +242,28 @@ def model_config(checkpoint: Path, head: str) -> HFModelConfig:
 
 def run(case: Case) -> list[Difference]:
     """Trains on this CPU, as one rank of the case's topology."""
-    head, distributed = case.options
+    head, variant = case.options
     assert isinstance(case.topology, Topology)
-    return train(CPU, _checkpoints[KIND], head, case.topology, case.bucket, truths[head], distributed)
+    return train(CPU, _checkpoints[KIND], head, case.topology, case.bucket, truths[head], variant)
 
 
 def train(
     machine: Machine, checkpoint: Path, head: str, topology: Topology, bucket: int | None, right: Truth,
-    distributed: bool = False,
+    variant: Variant,
 ) -> list[Difference]:  # fmt: skip
     """Builds an engine, infers, trains, exports, and holds all of it against the reference.
 
     Args:
         head: "actor" or "critic".
-        distributed: whether the optimizer's state is split over the ranks.
     """
     micro_batch = MICRO_BATCH // topology.cp
+    if variant.per_token_loss:
+        transformer = {**machine.transformer, "calculate_per_token_loss": True}
+        machine = dataclasses.replace(machine, transformer=transformer)
     kind = MegatronEngineWithValueHead if head == "critic" else MegatronEngineWithLMHead
     engine = kind(
         model_config(checkpoint, head),
-        engine_config(topology, bucket, micro_batch, machine, use_distributed_optimizer=distributed),
+        engine_config(topology, bucket, micro_batch, machine, use_distributed_optimizer=variant.distributed_optimizer),
         optimizer_config(),
         CheckpointConfig(),
     )
@@ -265,6 +293,8 @@ def _infer_and_step(engine: Any, head: str, micro_batch: int, machine: Machine, 
     with engine.train_mode():
         for step in range(STEPS):
             told = engine.train_batch(data(micro_batch), loss)
+            if len(told["loss"]) < 2:
+                raise RuntimeError("the batch was to be split into micro-batches of different lengths, and was not")
             found.append(compare_number("loss", sum(told["loss"]), right.losses[step], machine.limit))
             if engine.is_mp_src_rank_with_outputs():
                 norm = float(told["metrics"]["grad_norm"])

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from . import REPOSITORY
+from .errors import PatchsetError
 
 #: The whole of it may take this long, in seconds, before it is ended; the bench ends its own hangs much sooner.
 LIMIT = 1200
@@ -24,7 +25,10 @@ def run(tree: Path, arguments: list[str]) -> int:
     """
     command = [sys.executable, "-m", "numerics", "--tree", str(tree), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, env=environment, timeout=LIMIT, check=False).returncode
+    try:
+        return subprocess.run(command, env=environment, timeout=LIMIT, check=False).returncode
+    except subprocess.TimeoutExpired as error:
+        raise PatchsetError(f"the numerics of {tree} did not end within {LIMIT} s") from error
 
 
 def check(tree: Path, arguments: list[str], log: Path) -> tuple[bool, str]:

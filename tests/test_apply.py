@@ -161,7 +161,7 @@ def test_a_tree_that_was_reset_by_git_is_patched_again(cli, tree):
     assert "not applied" in cli("apply", "--tree", folder, "--status")[1]
     status, out, _ = cli("apply", "--tree", folder)
     assert status == 0
-    assert "17 files patched" in out
+    assert "18 files patched" in out
 
 
 def test_dry_run_prints_a_diff_that_git_applies(cli, tree):

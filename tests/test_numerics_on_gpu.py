@@ -59,5 +59,6 @@ def test_training_is_as_near_as_the_precision_allows(truths, precision, head, bu
     limit, gradient_limit = LIMITS[precision]
     transformer = {"fp8": "hybrid"} if precision == "fp8" else {}
     machine = engine.Machine("bfloat16", transformer, limit, gradient_limit, update_limit=None)
-    found = engine.train(machine, checkpoint, head, topology, bucket, right[head], distributed=True)
+    variant = engine.Variant(distributed_optimizer=True)
+    found = engine.train(machine, checkpoint, head, topology, bucket, right[head], variant)
     assert [difference.where for difference in found if not difference.passed] == []
