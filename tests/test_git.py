@@ -92,9 +92,9 @@ def test_commits_read_like_upstreams_and_give_the_identical_tree(cli, tree, pin)
     assert "Patchset-Version: 0.1.0" in message
     assert run(checkout, "git", "log", "-1", "--format=%an").strip() == "A Maintainer"
     if pin == "0.7.1":
-        first = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-PR,valueonly)", "-1", "HEAD~3")
+        first = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-PR,valueonly)", "-1", "HEAD~5")
         assert first.strip() == "https://github.com/verl-project/verl/pull/6267"
-        second = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-Commit,valueonly)", "-1", "HEAD~2")
+        second = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-Commit,valueonly)", "-1", "HEAD~4")
         assert second.strip() == "5cfb74fa04c7f6e5d98260b8f05157c6a9402695"
 
 
@@ -106,7 +106,7 @@ def test_a_second_commit_run_adds_nothing_and_names_the_commits(cli, tree):
     assert status == 0
     assert f"already upstream (commit {head[:12]})" in " ".join(out.split())
     assert run(checkout, "git", "rev-parse", "HEAD") == head
-    assert "in the history as 3 commit(s)" in cli("apply", "--tree", checkout, "--status")[1]
+    assert "in the history as 5 commit(s)" in cli("apply", "--tree", checkout, "--status")[1]
 
 
 def test_commits_are_taken_back_by_git(cli, tree):
