@@ -15,11 +15,8 @@ from . import forward, mtp, mutations, toys, upstream, vision
 from .comparison import Case, Difference, Topology
 from .processes import Group, GroupFailed
 
-#: What can be asked for by name. The last two need the whole engine.
-FAMILIES = ("forward", "mtp", "vision", "engine", "ray")
-
 #: Longest time of one comparison, in seconds.
-LIMIT = 120.0
+LIMIT = 240.0
 
 
 @dataclass(frozen=True)
@@ -27,10 +24,12 @@ class Result:
     """One comparison: the largest difference of every quantity over all batches and ranks, or what went wrong.
 
     Attributes:
+        name: the case's, for people.
         error: first line of what was raised; None where everything ran.
         details: tracebacks or stacks of the ranks.
     """
 
+    name: str
     family: str
     model: str
     topology: str
@@ -43,10 +42,6 @@ class Result:
     @property
     def passed(self) -> bool:
         return self.error is None and all(difference.passed for difference in self.differences)
-
-    @property
-    def name(self) -> str:
-        return f"{self.family} {self.model}, {self.topology}, bucket {self.bucket or 'none'}"
 
     def json(self) -> dict[str, Any]:
         """As plain values."""
@@ -65,7 +60,7 @@ class Bench:
         """
         Args:
             folder: for the checkpoints.
-            families: names from FAMILIES.
+            families: names of families of comparisons, as in `cli`.
             short: a part of every family instead of the whole.
             limit: longest time of one comparison, in seconds.
         """
@@ -124,8 +119,8 @@ class Bench:
             error, details = str(failure), failure.details
             self._group = None
         seconds = round(time.perf_counter() - started, 2)
-        where = str(case.topology)
-        return Result(case.family, case.model, where, case.bucket, _largest(found), error, seconds, details)
+        told = (case.name, case.family, case.model, str(case.topology), case.bucket)
+        return Result(*told, _largest(found), error, seconds, details)
 
     def _group_for(self, case: Case) -> Group:
         """The processes of the last case if they fit. Megatron leaves the groups of a topology behind when it makes

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from .bench import Bench, Result
 
-#: As in `bench`, which can't be imported before the tree is known.
+#: Families of comparisons; the last two need the whole engine.
 FAMILIES = ("forward", "mtp", "vision", "engine", "ray")
 
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--short", action="store_true", help="a part of every comparison")
     parser.add_argument("--only", metavar="FAMILY", nargs="+", choices=FAMILIES, help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--mutations", action="store_true", help="put faults into the tree and see them seen")
-    parser.add_argument("--limit", metavar="S", type=float, default=120, help="seconds for one comparison (120)")
+    parser.add_argument("--limit", metavar="S", type=float, default=240, help="seconds for one comparison (240)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import multiprocessing
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -94,14 +96,19 @@ class Group:
 
     def _told_at_death(self, rank: int) -> tuple[str, str]:
         self._processes[rank].join(GRACE)
-        stacks = (Path(self._folder.name) / f"stacks-{rank}").read_text()
+        files = [Path(self._folder.name) / f"{kind}-{rank}" for kind in ("stacks", "log")]
+        stacks, log = (file.read_text(errors="replace") if file.exists() else "" for file in files)
         if "Timeout" in stacks:
             return f"did not end within {self.limit:.0f} s", stacks
-        return f"process ended with status {self._processes[rank].exitcode}", stacks
+        return f"process ended with status {self._processes[rank].exitcode}", stacks + log[-2000:]
 
     def close(self) -> None:
-        """Ends the processes, whatever they are doing."""
+        """Ends the processes and what they have started, whatever they are doing."""
         for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for started in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        started.kill()
             process.kill()
         for process in self._processes:
             process.join()

@@ -13,6 +13,8 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from numerics.cli import FAMILIES
+
 from . import REPOSITORY, __version__, bench, numerics, pins, report, verify
 from .apply import Outcome, Request, build_pin, patch_tree, revert_tree, status_tree
 from .errors import PatchsetError, UsageError
@@ -130,9 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     numerics.add_argument("--unpatched", action="store_true", help="the pin as upstream has it")
     numerics.add_argument("--upstream", metavar="PATH", type=Path, help="clone of upstream, for pins that are commits")
     numerics.add_argument("--short", action="store_true", help="a part of every comparison, within 90 seconds")
-    numerics.add_argument("--only", metavar="FAMILY", nargs="+", help="of forward, mtp, vision, engine, ray")
+    numerics.add_argument("--only", metavar="FAMILY", nargs="+", choices=FAMILIES, help=f"of {', '.join(FAMILIES)}")
     numerics.add_argument("--mutations", action="store_true", help="put faults into the tree and see them seen")
-    numerics.add_argument("--limit", metavar="S", help="seconds for one comparison (120)")
+    numerics.add_argument("--limit", metavar="S", type=float, help="seconds for one comparison (240)")
     numerics.add_argument("--json", metavar="FILE", help="write the results there")
     numerics.set_defaults(run=_numerics)
 
@@ -180,7 +182,7 @@ def _numerics(options: argparse.Namespace, errors: Console) -> int:
         raise UsageError("--unpatched goes with --pin; a tree is taken as it stands")
     passed_on = [f"--{name}" for name in ("short", "mutations") if getattr(options, name)]
     for name in ("limit", "json"):
-        passed_on += [f"--{name}", getattr(options, name)] if getattr(options, name) is not None else []
+        passed_on += [f"--{name}", str(getattr(options, name))] if getattr(options, name) is not None else []
     passed_on += ["--only", *options.only] if options.only else []
     if options.tree is not None:
         return numerics.run(Tree.at(options.tree).root, passed_on)

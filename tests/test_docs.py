@@ -41,6 +41,15 @@ def test_every_patch_is_explained_and_every_dependency_has_its_reason(series):
         assert name in contributing, name
 
 
+def test_every_fault_that_is_put_in_is_told_of():
+    # The module itself can't be imported without a verl
+    listed = (REPOSITORY / "numerics/mutations.py").read_text().partition("MUTATIONS: ")[2].partition("}")[0]
+    told = (REPOSITORY / "docs/verification.md").read_text().partition("| fault |")[2].partition("\n\n")[0]
+    faults = re.findall(r'"(.*)":', listed)
+    assert "wrong CP rank" in faults
+    assert faults == re.findall(r"^\| ([^|]*) \|", told, re.M)
+
+
 def test_known_failures_belong_to_pins_and_have_reasons():
     assert any(known_failures(pin) for pin in PINS.releases)
     for pin in PINS.pins:
