@@ -162,11 +162,12 @@ class PeakMemory:
         self.bytes, self._every, self._done = 0, every, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> PeakMemory:
+    def start(self) -> None:
+        """Starts to sample."""
         self._thread.start()
-        return self
 
-    def __exit__(self, *unused: Any) -> None:
+    def stop(self) -> None:
+        """Ends it."""
         self._done.set()
         self._thread.join()
 

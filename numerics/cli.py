@@ -40,17 +40,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, tree: Path, errors: Console) -> int:
-    _make_ready(tree)
-    from . import models
-    from .bench import Bench, PeakMemory
-
-    models.install()
     families = options.only or (("forward", "mtp", "engine") if options.mutations else FAMILIES)
-    with TemporaryDirectory(prefix="numerics-") as folder, PeakMemory() as memory:
-        bench = Bench(Path(folder), families, options.short, options.limit)
+    with TemporaryDirectory(prefix="numerics-") as folder:
+        with _progress(errors) as progress:
+            progress.add_task(f"imports {tree.name} and works out the right values", total=None)
+            progress.refresh()
+            _make_ready(tree)
+            from . import models
+            from .bench import Bench, PeakMemory
+
+            models.install()
+            bench = Bench(Path(folder), families, options.short, options.limit)
+        memory = PeakMemory()
+        memory.start()
         try:
             failed = (_mutations if options.mutations else _comparisons)(bench, options, errors, memory)
         finally:
+            memory.stop()
             bench.close()
     return 1 if failed else 0
 
@@ -89,7 +95,8 @@ def _make_ready(tree: Path) -> None:
 
 def _progress(errors: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=errors, transient=True)
+    # Without a thread that refreshes it: processes are forked meanwhile
+    return Progress(*columns, console=errors, transient=True, auto_refresh=False)
 
 
 def _console() -> Console:
@@ -104,7 +111,7 @@ def _comparisons(bench: Bench, options: argparse.Namespace, errors: Console, mem
     with _progress(errors) as progress:
         task = progress.add_task("", total=len(bench.cases))
         for case in bench.cases:
-            progress.update(task, description=case.name)
+            progress.update(task, description=case.name, refresh=True)
             result = bench.run(case)
             results.append(result)
             progress.advance(task)
@@ -132,7 +139,7 @@ def _mutations(bench: Bench, options: argparse.Namespace, errors: Console, memor
         task = progress.add_task("", total=len(cases) * (len(mutations.names()) + 1))
         for fault in (None, *mutations.names()):
             for case in cases:
-                progress.update(task, description=f"{fault or 'no fault'}: {case.name}")
+                progress.update(task, description=f"{fault or 'no fault'}: {case.name}", refresh=True)
                 seen.setdefault(fault or "none", []).append(bench.run(case, fault))
                 progress.advance(task)
     sound = seen.pop("none")
