@@ -38,7 +38,7 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
 
     Attributes:
         present: the patch is already in a tree in which every probe matches.
-        needed: where given, a tree in which a probe does not match has no use for the patch.
+        needed: where given, a tree in which a probe does not match has no use for the patch; its message tells why.
         optional_files: files with rules that a tree may lack, with the reason.
         regenerates: generated reference YAML that follows from the patch's configuration edits.
         overlay: files of `verl_overlay/` that come with the patch.
