@@ -107,7 +107,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
         left.plot(batches, [row["patched_s"] * 1e3 for row in chosen], "-o", color=colour, label=f"{call}, patched")
     left.set(xscale="log", yscale="log", xlabel="sequences in the micro-batch", ylabel="ms, one thread")
     left.set_title(f"verl {found['pin']}: tp=2 cp=4 bucket 512")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, handlelength=4)
     if found["recompiles"]:
         names = ["off" if row["bucket"] is None else str(row["bucket"]) for row in found["recompiles"]]
         bars = right.bar(names, [row["graphs"] for row in found["recompiles"]], color="tab:blue")
