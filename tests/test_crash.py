@@ -37,12 +37,19 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+def killed(folder, step, *arguments):
+    """Runs a command that is killed at a step, if it gets there. What it leaves of its own lies beside the tree."""
+    temporary = folder.parent / "temporary"
+    temporary.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", KILL, str(step), *arguments]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def steps_until_done(folder, *arguments):
     """Kills a command at its 1st, 2nd, 3rd … step until one run gets through; yields after each kill."""
     for step in range(400):
-        done = subprocess.run(
-            [sys.executable, "-c", KILL, str(step), *arguments], capture_output=True, text=True, check=False
-        )
+        done = killed(folder, step, *arguments)
         if done.returncode != -signal.SIGKILL:
             assert done.returncode == 0, done.stderr
             return
@@ -132,9 +139,7 @@ def test_a_tree_that_is_read_only(cli, tree):
 
 def test_somebody_edits_between_the_crash_and_the_next_call(cli, tree):
     folder = tree("0.9.1")
-    done = subprocess.run(
-        [sys.executable, "-c", KILL, "28", "apply", "--tree", str(folder)], capture_output=True, check=False
-    )
+    done = killed(folder, 28, "apply", "--tree", str(folder))
     assert done.returncode == -signal.SIGKILL
     edited = folder / "verl/models/mcore/util.py"
     edited.write_text("# mine\n")
