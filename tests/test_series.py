@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
@@ -200,3 +201,11 @@ def test_every_rule_file_runs_alone_in_ast_grep(pristine, file):
         expect = document.get("metadata", {}).get("expect")
         if expect and "unless" not in document["metadata"]:
             assert done.stdout.count(f'"ruleId":"{document["id"]}"') == expect
+
+
+def test_a_patch_brings_along_what_its_tests_import(series):
+    for patch in series.patches:
+        for path in patch.metadata.overlay:
+            helpers = re.findall(r"^from (tests\.\S+) import", series.overlay_bytes(path).decode(), re.M)
+            needed = {helper.replace(".", "/") + ".py" for helper in helpers}
+            assert needed <= set(patch.metadata.overlay), f"{patch.name}: {path}"
