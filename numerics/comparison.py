@@ -85,11 +85,9 @@ def enter(topology: Topology) -> None:
     }
     if not mpu.is_initialized():
         mpu.initialize_model_parallel(**sizes)
-    if (mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()) != (
-        topology.tp,
-        topology.cp,
-    ):
-        raise RuntimeError(f"this process is of another topology than {topology}")
+    made = Topology(mpu.get_context_parallel_world_size(), mpu.get_tensor_model_parallel_world_size(), topology.sp)
+    if made != topology:
+        raise RuntimeError(f"this process is of {made}, not of {topology}")
 
 
 def compare_tokens(

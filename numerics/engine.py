@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.utils import unwrap_model
 from tensordict import TensorDict
 
 from verl.trainer.config import CheckpointConfig
@@ -269,7 +270,7 @@ def train(
     )
     engine.initialize()
     if head == "critic":
-        _module(engine).output_layer.weight.data.copy_(value_head())
+        unwrap_model(engine.module[0]).output_layer.weight.data.copy_(value_head())
     before = _exported(engine)
     found = _infer_and_step(engine, head, micro_batch, machine, right)
     if machine.update_limit is not None:
@@ -285,9 +286,7 @@ def _infer_and_step(engine: Any, head: str, micro_batch: int, machine: Machine, 
     key, loss = ("values", value_loss) if head == "critic" else ("log_probs", partial(sft_loss, None))
     with engine.eval_mode():
         output = engine.infer_batch(data(micro_batch))["model_output"][key]
-    outputs = [x.detach() for x in output.unbind()]
-    if head == "actor":
-        outputs = [torch.cat([x[:-1], x.new_zeros(1)]) for x in outputs]
+    outputs = list(output.unbind()) if head == "critic" else reference.labelled(output)
     name = "values" if head == "critic" else "log-probs"
     found = [compare_tokens(name, outputs, right.outputs, machine.limit)]
     with engine.train_mode():
@@ -300,10 +299,3 @@ def _infer_and_step(engine: Any, head: str, micro_batch: int, machine: Machine, 
                 norm = float(told["metrics"]["grad_norm"])
                 found.append(compare_number("grad norm", norm, right.norms[step], machine.gradient_limit))
     return found
-
-
-def _module(engine: Any) -> Any:
-    module = engine.module[0]
-    while hasattr(module, "module"):
-        module = module.module
-    return module

@@ -114,12 +114,9 @@ def plain_megatron(kind: str) -> dict[str, Truth]:
 def run_plain(case: Case) -> list[Difference]:
     """`gptmodel_forward_*` with log-probs and entropies taken from the logits as the engine does."""
 
-    def forward(model: Any, ids: torch.Tensor) -> Any:
-        lengths = ids.offsets().diff().tolist()
-        temperature = torch.nested.as_nested_tensor(
-            [torch.full((length,), TEMPERATURE) for length in lengths], layout=torch.jagged
-        )
-        arguments = {"label": ids.clone(), "temperature": temperature}
+    def forward(model: Any, made: Batch) -> Any:
+        ids = made.nested()
+        arguments = {"label": ids.clone(), "temperature": made.temperatures()}
         return upstream.forward(
             model, ids, {}, logits_processor=_from_logits, logits_processor_args=arguments, bucket=case.bucket
         )
@@ -130,8 +127,8 @@ def run_plain(case: Case) -> list[Difference]:
 def _from_logits(logits: torch.Tensor, label: torch.Tensor, temperature: torch.Tensor) -> dict[str, torch.Tensor]:
     # Padding rows have temperature 0
     logits = logits / temperature.masked_fill(temperature == 0, 1).unsqueeze(-1).to(logits.dtype)
-    # Verl's cross entropy works in place
     entropy = vocab_parallel_entropy(logits)
+    # verl's cross entropy works in place
     return {"log_probs": vocab_parallel_log_probs_from_logits(logits.clone(), label), "entropy": entropy}
 
 
@@ -139,7 +136,8 @@ def run_fused(case: Case) -> list[Difference]:
     """The fused forward, with its Triton kernel replaced by the same formula."""
     model_forward_fused.linear_cross_entropy = linear_cross_entropy
 
-    def forward(model: Any, ids: torch.Tensor) -> Any:
+    def forward(model: Any, made: Batch) -> Any:
+        ids = made.nested()
         model_forward_fused.patch_fused_forward(model)
         try:
             return upstream.fused_forward(model, ids, ids.clone(), {}, TEMPERATURE, True, 0, bucket=case.bucket)
@@ -187,7 +185,7 @@ def _model(kind: str, dtype: torch.dtype, topology: Topology) -> tuple[Any, Any]
     return _built[key]
 
 
-def _run(case: Case, forward: Callable[[Any, torch.Tensor], Any]) -> list[Difference]:
+def _run(case: Case, forward: Callable[[Any, Batch], Any]) -> list[Difference]:
     kind, dtype = case.options
     assert isinstance(case.topology, Topology)
     bridge, model = _model(kind, dtype, case.topology)
@@ -200,15 +198,14 @@ def _run(case: Case, forward: Callable[[Any, torch.Tensor], Any]) -> list[Differ
         told: dict[str, Any] = {}
         watch = model.register_forward_pre_hook(lambda _, __, named, told=told: told.update(named), with_kwargs=True)
         model.zero_grad()
-        output = forward(model, made.nested())
+        output = forward(model, made)
         watch.remove()
         cu_seqlens = told["packed_seq_params"].cu_seqlens_q_padded.tolist()
-        log_probs, entropies = list(output["log_probs"].unbind()), list(output["entropy"].unbind())
-        masked = [torch.cat([x[:-1], x.new_zeros(1)]) for x in log_probs]
-        reference.loss(made, masked, entropies).backward()
+        log_probs, entropies = reference.labelled(output["log_probs"]), list(output["entropy"].unbind())
+        reference.loss(made, log_probs, entropies).backward()
         models.reduce_gradients(model)
         got = models.exported_gradients(bridge, model)
-        found.append(compare_tokens("log-probs", masked, right.log_probs, limit, cu_seqlens))
+        found.append(compare_tokens("log-probs", log_probs, right.log_probs, limit, cu_seqlens))
         found.append(compare_tokens("entropies", entropies, right.entropies, limit, cu_seqlens))
         found.append(compare_weights("gradients", got, right.gradients, gradient_limit))
     return found

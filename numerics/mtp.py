@@ -106,7 +106,7 @@ def plain_megatron() -> dict[tuple[str, bool], Truth]:
     """Right values in float64: the model's own modules and cross entropy, nothing packed, nothing rolled by verl."""
     enter(Topology(1))
     model = build(1, per_token=False).double()
-    model._postprocess = _both_logits
+    model._postprocess = _hidden_states
     found = {}
     for name in BATCHES:
         for per_token in (False, True):
@@ -114,7 +114,7 @@ def plain_megatron() -> dict[tuple[str, bool], Truth]:
     return found
 
 
-def _both_logits(hidden_states: torch.Tensor, mtp_in_postprocess: Any = None, **arguments: Any) -> Any:
+def _hidden_states(hidden_states: torch.Tensor, mtp_in_postprocess: Any = None, **arguments: Any) -> Any:
     return hidden_states, arguments
 
 
@@ -126,9 +126,7 @@ def _truth(model: GPTModel, name: str, per_token: bool) -> Truth:
         length = len(ids)
         hidden, arguments = model(ids[None], torch.arange(length)[None], None)
         kept = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
-        both = model.mtp(
-            hidden_states=hidden, embedding=model.embedding, **{name: arguments.get(name) for name in kept}
-        )
+        both = model.mtp(hidden_states=hidden, embedding=model.embedding, **{key: arguments.get(key) for key in kept})
         main, ahead = both.chunk(2)
         pair = reference.log_probs_of(model.output_layer(main)[0][:, 0] / TEMPERATURE, ids)
         log_probs.append(pair[0])
@@ -193,16 +191,14 @@ def _run(case: Case, model: GPTModel, name: str, per_token: bool, told: dict[str
     ids = made.nested()
     arguments = {
         "label": ids.clone(),
-        "temperature": torch.nested.as_nested_tensor(
-            [torch.full((length,), TEMPERATURE) for length in made.lengths], layout=torch.jagged
-        ),
+        "temperature": made.temperatures(),
         "loss_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged),
     }
     output = upstream.forward(
         model, ids, {}, logits_processor=reference_processor, logits_processor_args=arguments,
         mtp_enable_train=True, bucket=case.bucket,
     )  # fmt: skip
-    log_probs = [torch.cat([x[:-1], x.new_zeros(1)]) for x in output["log_probs"].unbind()]
+    log_probs = reference.labelled(output["log_probs"])
     loss = reference.loss(made, log_probs, list(output["entropy"].unbind()))
     # As Megatron's schedule does before DDP averages over the CP ranks
     (loss if per_token else loss * mpu.get_context_parallel_world_size()).backward()

@@ -43,6 +43,11 @@ class Batch:
         """The tokens as a jagged tensor."""
         return torch.nested.as_nested_tensor(list(self.ids), layout=torch.jagged)
 
+    def temperatures(self) -> torch.Tensor:
+        """The temperature of every token as a jagged tensor, float32."""
+        rows = [torch.full((length,), TEMPERATURE) for length in self.lengths]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -75,6 +80,11 @@ def log_probs_of(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor,
     log_probs = all_log_probs.gather(-1, following.unsqueeze(-1)).squeeze(-1)
     last = torch.arange(len(ids)) == len(ids) - 1
     return log_probs.masked_fill(last, 0), -(all_log_probs.exp() * all_log_probs).sum(-1)
+
+
+def labelled(log_probs: torch.Tensor) -> list[torch.Tensor]:
+    """Log-probs of every sequence of a jagged tensor, with zero for its last token, which has no label."""
+    return [torch.cat([values[:-1], values.new_zeros(1)]) for values in log_probs.unbind()]
 
 
 def truth(model: PreTrainedModel, batch: Batch) -> Truth:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from tensordict import TensorDict
 
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -20,7 +19,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.utils.losses import sft_loss
 
-from . import device, engine, models
+from . import device, engine, models, reference
 from .comparison import GRADIENT_LIMIT, LIMIT, Case, Difference, Topology, compare_number, compare_tokens
 
 #: More than there are: a group of workers asks for whole ones, and the next one starts before the last has gone.
@@ -79,8 +78,7 @@ def run(case: Case) -> list[Difference]:
     group = _group(actors, topology, case.bucket, forward_only=role == "reference")
     right = engine.truths["actor"]
     batch = engine.data(engine.MICRO_BATCH // topology.cp)
-    output = [x.clone() for x in tensordict_utils.get(_wait(group.infer_batch(batch)), "log_probs").unbind()]
-    log_probs = [torch.cat([x[:-1], x.new_zeros(1)]) for x in output]
+    log_probs = reference.labelled(tensordict_utils.get(_wait(group.infer_batch(batch)), "log_probs"))
     found = [compare_tokens("log-probs", log_probs, right.outputs, LIMIT)]
     if role == "actor":
         group.set_loss_fn(partial(sft_loss, None))

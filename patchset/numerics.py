@@ -23,10 +23,8 @@ def run(tree: Path, arguments: list[str]) -> int:
         tree: holds verl/; nothing is written to it.
         arguments: further ones of its command line.
     """
-    command = [sys.executable, "-m", "numerics", "--tree", str(tree), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     try:
-        return subprocess.run(command, env=environment, timeout=LIMIT, check=False).returncode
+        return subprocess.run(_command(tree, arguments), env=_environment(), timeout=LIMIT, check=False).returncode
     except subprocess.TimeoutExpired as error:
         raise PatchsetError(f"the numerics of {tree} did not end within {LIMIT} s") from error
 
@@ -39,14 +37,12 @@ def check(tree: Path, arguments: list[str], log: Path) -> tuple[bool, str]:
         log: where to write what it prints.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "numerics", "--tree", str(tree), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with tempfile.TemporaryDirectory(prefix="patchset-") as folder, log.open("wb") as output:
         file = Path(folder) / "numerics.json"
         try:
             done = subprocess.run(
-                [*command, "--json", str(file)], env=environment, stdout=output, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, timeout=LIMIT, check=False,
+                _command(tree, [*arguments, "--json", str(file)]), env=_environment(), stdout=output,
+                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=LIMIT, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return False, f"did not end within {LIMIT} s; see {log}"
@@ -55,3 +51,11 @@ def check(tree: Path, arguments: list[str], log: Path) -> tuple[bool, str]:
         said = json.loads(file.read_text())
     summary = said["summary"] + (f"; skipped: {'; '.join(said['skipped'])}" if said.get("skipped") else "")
     return done.returncode == 0, summary if done.returncode == 0 else f"{summary}; see {log}"
+
+
+def _command(tree: Path, arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "numerics", "--tree", str(tree), *arguments]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY)}
