@@ -10,14 +10,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import REPOSITORY, __version__, gitrepo, pins
-from .audit import audit
+from . import REPOSITORY, __version__
 from .errors import Conflict, UsageError
-from .lock import check, read_lock, recognise
-from .plan import Plan, Status, Step, make_plan
-from .series import Patch, Series
-from .state import State, sha256
-from .tree import Tree
+from .series.audit import audit
+from .series.catalogue import Patch, Series
+from .series.lock import check, read_lock, recognise
+from .series.plan import Plan, Status, Step, make_plan
+from .target import gitrepo, pins
+from .target.state import State, sha256
+from .target.tree import Tree
 
 
 @dataclass(frozen=True)

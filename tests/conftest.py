@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from patchset import gitrepo, pins
-from patchset.cli import main
-from patchset.series import Series, load
+from patchset.commands.cli import main
+from patchset.series.catalogue import Series, load
+from patchset.target import gitrepo, pins
 
 PINS = pins.load_pins()
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from numerics import attention, layout
-from numerics.processes import Group, GroupFailed
+from patchset.numerics import attention, layout
+from patchset.numerics.processes import Group, GroupFailed
 
 #: Padded boundaries of three sequences, and the sizes of queries and keys.
 CU_SEQLENS, HEADS, KEY_HEADS, DIM = [0, 8, 12, 24], 4, 2, 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from patchset.style import Style
+from patchset.series.style import Style
 from tests.conftest import PINS, run, snapshot
 
 SERIES = ["0001-cp-position-ids", "0002-pad-to-length-bucket", "0003-cp-bucket-safety", "0004-thd-layout"]

@@ -10,15 +10,15 @@ import sys
 
 import pytest
 
-from patchset import state
-from patchset.state import State
-from patchset.tree import Tree
+from patchset.target import state
+from patchset.target.state import State
+from patchset.target.tree import Tree
 from tests.conftest import snapshot
 
 KILL = """
 import os, signal, sys
-from patchset import state
-from patchset.cli import main
+from patchset.target import state
+from patchset.commands.cli import main
 left = int(sys.argv[1])
 
 def counted(real):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from patchset import REPOSITORY, __version__
-from patchset.plan import make_plan
-from patchset.suites import known_failures
-from patchset.tree import Tree
+from patchset.proof.suites import known_failures
+from patchset.series.plan import make_plan
+from patchset.target.tree import Tree
 from tests.conftest import PINS
 
 README = (REPOSITORY / "README.md").read_text()
@@ -43,7 +43,7 @@ def test_every_patch_is_explained_and_every_dependency_has_its_reason(series):
 
 def test_every_fault_that_is_put_in_is_told_of():
     # The module itself can't be imported without a verl
-    listed = (REPOSITORY / "numerics/mutations.py").read_text().partition("MUTATIONS: ")[2].partition("}")[0]
+    listed = (REPOSITORY / "patchset/numerics/mutations.py").read_text().partition("MUTATIONS: ")[2].partition("}")[0]
     told = (REPOSITORY / "docs/verification.md").read_text().partition("| fault |")[2].partition("\n\n")[0]
     faults = re.findall(r'"(.*)":', listed)
     assert "wrong CP rank" in faults

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from patchset import gitrepo
-from patchset.style import Style
+from patchset.series.style import Style
+from patchset.target import gitrepo
 from tests.conftest import run, snapshot
 
 UTIL, FORWARD = "verl/models/mcore/util.py", "verl/models/mcore/model_forward.py"
@@ -151,7 +151,7 @@ def test_a_checkout_of_a_release_has_files_that_its_sdist_leaves_out(cli, tree):
 
 @pytest.mark.parametrize("pin", ["0.9.0", "0.9.1"])
 def test_an_exact_pin_that_comes_out_differently_is_an_error(cli, tree, monkeypatch, pin):
-    from patchset import lock
+    from patchset.series import lock
 
     locked = lock.read_lock()
     name = UTIL

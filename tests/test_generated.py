@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from patchset.errors import Conflict
-from patchset.generated import CONFIG_FOLDER, regenerate
+from patchset.series.generated import CONFIG_FOLDER, regenerate
 
 
 def test_threads_do_not_meet_in_hydra(pristine):

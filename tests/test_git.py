@@ -158,7 +158,7 @@ def test_changes_to_files_that_the_patch_set_edits_are_never_committed_along(cli
 
 
 def test_a_tree_below_the_root_of_a_checkout(cli, tree, tmp_path):
-    from patchset import gitrepo
+    from patchset.target import gitrepo
 
     tree("0.9.1", into="mono/third_party/verl")
     mono = tmp_path / "mono"

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from patchset.picture import load_layout  # noqa: E402
+from patchset.bench.picture import load_layout  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from numerics import comparison, layout, reference, toys
 from patchset import REPOSITORY
+from patchset.numerics import comparison, layout, reference, toys
 
 
 def part(name: str):

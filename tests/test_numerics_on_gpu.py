@@ -40,7 +40,7 @@ def rank():
 @pytest.fixture(scope="module")
 def truths(rank, tmp_path_factory):
     """The checkpoint, of which every rank makes its own copy, and the right values of actor and critic."""
-    from numerics import engine, toys
+    from patchset.numerics import engine, toys
 
     checkpoint = toys.make(tmp_path_factory.mktemp(f"rank-{rank}"), engine.KIND)
     return checkpoint, {head: engine.truth(checkpoint, head) for head in ("actor", "critic")}
@@ -50,8 +50,8 @@ def truths(rank, tmp_path_factory):
 @pytest.mark.parametrize("head", ["actor", "critic"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_training_is_as_near_as_the_precision_allows(truths, precision, head, bucket):
-    from numerics import engine
-    from numerics.comparison import Topology
+    from patchset.numerics import engine
+    from patchset.numerics.comparison import Topology
 
     tp = 2 if WORLD >= 4 else 1
     topology = Topology(WORLD // tp, tp, sp=tp > 1)

@@ -10,10 +10,10 @@ import tarfile
 
 import pytest
 
-from patchset import pins
 from patchset.errors import SourceUnavailable, UsageError
-from patchset.pins import Pin, load_pins, unpack
-from patchset.state import sha256
+from patchset.target import pins
+from patchset.target.pins import Pin, load_pins, unpack
+from patchset.target.state import sha256
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ import subprocess
 import pytest
 import yaml
 
-from patchset import REPOSITORY, astgrep
+from patchset import REPOSITORY
 from patchset.errors import Conflict, UsageError
-from patchset.lock import read_lock, records
-from patchset.plan import Status, make_plan
-from patchset.series import load
-from patchset.tree import Tree
+from patchset.series import astgrep
+from patchset.series.catalogue import load
+from patchset.series.lock import read_lock, records
+from patchset.series.plan import Status, make_plan
+from patchset.target.tree import Tree
 from tests.conftest import PINS
 
 RULE = """

@@ -1,4 +1,4 @@
 """Holds verl's Megatron engine, run on a CPU, against references that share no code with it.
 
-`python -m numerics --help`; the tree under test is the verl on PYTHONPATH.
+`python -m patchset.numerics --help`; the tree under test is the verl on PYTHONPATH.
 """

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import Conflict
-from .series import Series
-from .tree import Tree
+from ..errors import Conflict
+from ..target.tree import Tree
+from .catalogue import Series
 
 _CHECK = "tests/special_sanity/check_thd_bucket_calls.py"
 

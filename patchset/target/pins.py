@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from . import REPOSITORY
-from .errors import SourceUnavailable, UsageError
+from .. import REPOSITORY
+from ..errors import SourceUnavailable, UsageError
 from .state import sha256
 
 

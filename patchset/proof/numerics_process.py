@@ -9,15 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import REPOSITORY
-from .errors import PatchsetError
+from .. import REPOSITORY
+from ..errors import PatchsetError
 
 #: The whole of it may take this long, in seconds, before it is ended; the bench ends its own hangs much sooner.
 LIMIT = 1200
 
 
 def run(tree: Path, arguments: list[str]) -> int:
-    """Exit status of `python -m numerics` on a tree; what it prints goes where ours goes.
+    """Exit status of `python -m patchset.numerics` on a tree; what it prints goes where ours goes.
 
     Args:
         tree: holds verl/; nothing is written to it.
@@ -54,7 +54,7 @@ def check(tree: Path, arguments: list[str], log: Path) -> tuple[bool, str]:
 
 
 def _command(tree: Path, arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "numerics", "--tree", str(tree), *arguments]
+    return [sys.executable, "-m", "patchset.numerics", "--tree", str(tree), *arguments]
 
 
 def _environment() -> dict[str, str]:

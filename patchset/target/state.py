@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import msgspec
 
+from ..errors import Conflict
 from . import gitrepo
-from .errors import Conflict
 from .tree import Tree
 
 _Stored = TypeVar("_Stored", bound=msgspec.Struct)

@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from . import REPOSITORY, pins
-from .apply import Request, patch_tree
-from .errors import PatchsetError
-from .series import Series
-from .tree import Tree
+from .. import REPOSITORY
+from ..apply import Request, patch_tree
+from ..errors import PatchsetError
+from ..series.catalogue import Series
+from ..target import pins
+from ..target.tree import Tree
 
 
 def measure(name: str, series: Series, runs: int, backend: str, skip_recompiles: bool) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def measure(name: str, series: Series, runs: int, backend: str, skip_recompiles:
         for target in (pristine, patched):
             pins.unpack(name, pins.load_pins().get(name), target)
         patch_tree(Tree.at(patched), Request(), series, pin=name)
-        worker = str(REPOSITORY / "patchset" / "bench_worker.py")
+        worker = str(REPOSITORY / "patchset" / "bench" / "worker.py")
         command = [sys.executable, "-W", "ignore", worker, "--pristine", str(pristine), "--patched", str(patched)]
         command += ["--runs", str(runs), "--backend", backend]
         command += ["--skip-recompiles"] if skip_recompiles else []

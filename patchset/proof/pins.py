@@ -14,15 +14,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import REPOSITORY, gitrepo, numerics, pins, suites
-from .apply import Request, patch_tree
-from .errors import Conflict, PatchsetError, SourceUnavailable
-from .generated import CONFIG_FOLDER, regenerate
-from .lock import check, read_lock
-from .plan import Plan, Status, make_plan
-from .series import Patch, Series
-from .style import Style
-from .tree import Tree
+from .. import REPOSITORY
+from ..apply import Request, patch_tree
+from ..errors import Conflict, PatchsetError, SourceUnavailable
+from ..series.catalogue import Patch, Series
+from ..series.generated import CONFIG_FOLDER, regenerate
+from ..series.lock import check, read_lock
+from ..series.plan import Plan, Status, make_plan
+from ..series.style import Style
+from ..target import gitrepo, pins
+from ..target.tree import Tree
+from . import numerics_process, suites
 
 
 @dataclass(frozen=True)
@@ -184,13 +186,13 @@ class Subject:
     def numerics(self) -> tuple[bool, str]:
         """The engine's training against references; a part of it on pins that aren't the main one."""
         arguments = [] if self.thorough else ["--short"]
-        return numerics.check(self.patched, arguments, self.folder / "numerics.log")
+        return numerics_process.check(self.patched, arguments, self.folder / "numerics.log")
 
     def faults(self) -> tuple[bool | None, str]:
         """Whether those comparisons see faults that are put into the tree."""
         if not self.thorough:
             return None, "made on the main pin and on forks"
-        return numerics.check(self.patched, ["--mutations"], self.folder / "faults.log")
+        return numerics_process.check(self.patched, ["--mutations"], self.folder / "faults.log")
 
     def upstream(self) -> tuple[bool, str]:
         tests = suites.upstream_tests(self.patched, self._overlay_tests())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .errors import UsageError
+from ..errors import UsageError
 from .tree import Tree
 
 #: An exported patch is the same bytes on every machine and in every year: identity, date and settings are fixed.

@@ -13,15 +13,19 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from numerics.cli import FAMILIES
-
-from . import REPOSITORY, __version__, bench, numerics, pins, report, verify
-from .apply import Outcome, Request, build_pin, patch_tree, revert_tree, status_tree
-from .errors import PatchsetError, UsageError
-from .lock import read_lock, records, write_lock
-from .plan import make_plan
-from .series import load
-from .tree import Tree, installed_tree
+from .. import REPOSITORY, __version__
+from ..apply import Outcome, Request, build_pin, patch_tree, revert_tree, status_tree
+from ..bench import compare as bench
+from ..errors import PatchsetError, UsageError
+from ..numerics.cli import FAMILIES
+from ..proof import numerics_process
+from ..proof import pins as proof
+from ..series.catalogue import load
+from ..series.lock import read_lock, records, write_lock
+from ..series.plan import make_plan
+from ..target import pins
+from ..target.tree import Tree, installed_tree
+from . import report
 
 EXIT_CODES = """exit status:
   0  applied, or nothing to do
@@ -145,18 +149,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _test(options: argparse.Namespace, errors: Console) -> int:
     series, known = load(), pins.load_pins()
-    results: list[verify.Result] = []
+    results: list[proof.Result] = []
 
-    def tell(result: verify.Result) -> None:
+    def tell(result: proof.Result) -> None:
         results.append(result)
         report.print_result(result, errors)
 
     everything = options.pin is None and options.tree is None
     if everything:
-        tell(verify.own_tests(errors))
+        tell(proof.own_tests(errors))
     names = options.pin or (list(known.pins) if everything else [])
     upstream = options.upstream or _upstream_from_environment()
-    verify.verify(series, names, options.tree, upstream, verify.workspace_folder(), tell, options.jobs)
+    proof.verify(series, names, options.tree, upstream, proof.workspace_folder(), tell, options.jobs)
     report.print_results(results, report.console())
     if options.json is not None:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2) + "\n")
@@ -185,7 +189,7 @@ def _numerics(options: argparse.Namespace, errors: Console) -> int:
         passed_on += [f"--{name}", str(getattr(options, name))] if getattr(options, name) is not None else []
     passed_on += ["--only", *options.only] if options.only else []
     if options.tree is not None:
-        return numerics.run(Tree.at(options.tree).root, passed_on)
+        return numerics_process.run(Tree.at(options.tree).root, passed_on)
     known = pins.load_pins()
     name = options.pin or known.default
     with TemporaryDirectory(prefix="patchset-") as folder:
@@ -193,7 +197,7 @@ def _numerics(options: argparse.Namespace, errors: Console) -> int:
         pins.unpack(name, known.get(name), root, options.upstream or _upstream_from_environment())
         if not options.unpatched:
             patch_tree(Tree.at(root), Request(), load(), pin=name)
-        return numerics.run(root, passed_on)
+        return numerics_process.run(root, passed_on)
 
 
 def _lint(options: argparse.Namespace, errors: Console) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import yaml
 
-from . import REPOSITORY
-from .errors import UsageError
+from .. import REPOSITORY
+from ..errors import UsageError
 
 GENERATED_PREFIX = "verl/trainer/config/_generated_"
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import REPOSITORY
+from .. import REPOSITORY
 
 LENS, CP, BUCKET = [11, 5, 7], 2, 40
 

@@ -29,7 +29,7 @@ def environment(tree: Path) -> dict[str, str]:
     }
     if (tree / "verl/plugin/platform").is_dir():
         # 0.9 on asks a platform what 0.8 asked torch
-        found |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "numerics.verl_platform"}
+        found |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "patchset.numerics.verl_platform"}
     return found
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from . import REPOSITORY
-from .errors import UsageError
+from .. import REPOSITORY
+from ..errors import UsageError
 
 #: One suite may take this long, in seconds, and one test of it a part of that.
 SUITE_LIMIT, TEST_LIMIT = 1500, 300

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from . import REPOSITORY
-from .errors import Conflict
+from .. import REPOSITORY
+from ..errors import Conflict
+from ..target.state import Record, sha256
 from .plan import Plan
-from .state import Record, sha256
 
 LOCK = REPOSITORY / "ci" / "pins.lock"
 

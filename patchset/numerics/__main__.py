@@ -1,4 +1,4 @@
-"""python -m numerics"""
+"""python -m patchset.numerics"""
 
 from .cli import main
 

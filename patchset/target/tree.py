@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import Conflict, UsageError
+from ..errors import Conflict, UsageError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .errors import Conflict
+from ..errors import Conflict
 
 CONFIG_FOLDER = "verl/trainer/config"
 #: Hydra has one instance a process, and pins are verified in threads.

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .apply import Outcome
-from .errors import PatchsetError
-from .verify import Result
+from ..apply import Outcome
+from ..errors import PatchsetError
+from ..proof.pins import Result
 
 _COLOUR = {"applied": "green", "already upstream": "cyan", "not needed": "cyan", "not selected": "yellow"}
 

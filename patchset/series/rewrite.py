@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..errors import Conflict
 from . import astgrep
-from .errors import Conflict
-from .series import Patch, Probe, Rule
+from .catalogue import Patch, Probe, Rule
 from .style import Style
 
 Read = Callable[[str], bytes | None]

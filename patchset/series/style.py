@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from ..errors import Conflict
 from .astgrep import executable
-from .errors import Conflict
 
 #: What every pin's pyproject.toml sets; used where a tree brings no settings, such as an installed verl.
 UPSTREAM_SETTINGS = ("--isolated", "--config", "line-length=120")

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from .errors import UsageError
+from ..errors import UsageError
 
 
 @dataclass(frozen=True)

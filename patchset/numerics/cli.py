@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace, tree: Path, errors: Console) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m numerics", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m patchset.numerics", description=__doc__)
     parser.add_argument("--tree", metavar="PATH", type=Path, required=True, help="a folder that holds verl/")
     parser.add_argument("--short", action="store_true", help="a part of every comparison")
     parser.add_argument("--only", metavar="FAMILY", nargs="+", choices=FAMILIES, help=f"of {', '.join(FAMILIES)}")
@@ -76,7 +76,7 @@ def _make_ready(tree: Path) -> None:
     """Makes `import verl` mean the tree, here and in the processes of Ray, and a CPU a GPU."""
     from . import device
 
-    ours = Path(__file__).resolve().parent.parent
+    ours = Path(__file__).resolve().parent.parent.parent
     os.environ.update(device.environment(tree) | {"PYTHONPATH": f"{tree}:{ours}", "PYTHONDONTWRITEBYTECODE": "1"})
     sys.path.insert(0, str(tree))
     sys.dont_write_bytecode = True

@@ -8,12 +8,12 @@ from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .errors import Conflict
+from ..errors import Conflict
+from ..target.tree import Tree
+from .catalogue import Patch, Series
 from .generated import CONFIG_FOLDER, lay_config, regenerate
 from .rewrite import Read, probe_all, rewrite
-from .series import Patch, Series
 from .style import Style
-from .tree import Tree
 
 
 class Status(str, Enum):

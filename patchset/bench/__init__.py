@@ -1,0 +1,1 @@
+"""Compares the speed of a pristine and a patched tree."""

@@ -1,0 +1,1 @@
+"""What users start: command line, tables and JSON."""

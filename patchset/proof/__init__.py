@@ -1,0 +1,1 @@
+"""Proves the patch-set on upstream trees."""
