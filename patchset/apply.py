@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,7 @@ from .errors import Conflict, UsageError
 from .series.audit import audit
 from .series.catalogue import Patch, Series
 from .series.lock import check, read_lock, recognise
-from .series.plan import Plan, Status, Step, make_plan
+from .series.plan import Plan, Status, Step, make_plan, probe
 from .target import gitrepo, pins
 from .target.state import State, sha256
 from .target.tree import Tree
@@ -27,6 +28,7 @@ class Request:
 
     only: list[str] | None = None
     until: str | None = None
+    without: list[str] | None = None
     dry_run: bool = False
     commit: bool = False
     allow_dirty: bool = False
@@ -61,7 +63,9 @@ def build_pin(name: str, out: Path | None, request: Request, series: Series, ups
     if request.dry_run or request.export or request.overlay:
         with TemporaryDirectory(prefix="patchset-") as folder:
             pins.unpack(name, pin, Path(folder) / "verl", upstream)
-            outcome = patch_tree(Tree.at(Path(folder) / "verl"), request, series, pin=name)
+            # Part of no checkout, wherever passing folders lie
+            tree = replace(Tree.at(Path(folder) / "verl"), toplevel=None)
+            outcome = patch_tree(tree, request, series, pin=name)
             outcome.target = f"verl {name}"
             return outcome
     target = out or REPOSITORY / "build" / f"verl-{name}"
@@ -90,7 +94,7 @@ def patch_tree(tree: Tree, request: Request, series: Series, pin: str | None = N
             f"{state.folder} to start from the tree as it is",
             tuple(edited),
         )
-    selected = series.select(request.only, request.until)
+    selected = series.select(request.only, request.until, request.without)
     plan = make_plan(tree, state.pristine, series, selected)
     locked = read_lock()
     exact = recognise(state.pristine, locked)
@@ -153,25 +157,46 @@ def status_tree(tree: Tree, series: Series) -> Outcome:
         outcome.notes.append(f"in the history as {len(commits)} commit(s)")
     else:
         outcome.notes.append("not applied")
+    try:
+        probed = _probed(tree, state, series, commits)
+    except Conflict as error:
+        outcome.notes.append(str(error))
+        probed = dict.fromkeys((patch.name for patch in series.patches), ("does not fit", ""))
     known = state.manifest.statuses if state.manifest else {}
     for patch in series.patches:
-        commit = commits.get(patch.name)
-        stated = known.get(patch.name) or (Status.APPLIED.value if commit else "not applied")
-        outcome.patches[patch.name] = {
-            "status": stated,
-            "files": [],
-            "reason": f"commit {commit[:12]}" if commit else "",
-        }
+        commit, (stated, why) = commits.get(patch.name), probed[patch.name]
+        if patch.name in known:
+            stated, why = known[patch.name], ""
+        elif commit:
+            stated, why = Status.APPLIED.value, f"commit {commit[:12]}"
+        outcome.patches[patch.name] = {"status": stated, "files": [], "reason": why}
     return outcome
+
+
+def _probed(tree: Tree, state: State, series: Series, commits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Status and reason of each patch, as far as a tree without records tells.
+
+    What came as a commit looks like upstream's own by now, and so does what it supersedes: the tree before it is asked.
+    """
+    before = probe(series, gitrepo.before(tree, list(commits.values())) if commits else state.pristine)
+    found: dict[str, tuple[str, str]] = {}
+    for patch in series.patches:
+        status, reason = before[patch.name]
+        winner = series.superseder(patch.name)
+        if status is None and winner in commits:
+            status, reason = Status.SUPERSEDED, f"by {winner}"
+        found[patch.name] = (status.value if status else "not applied", reason)
+    return found
 
 
 def _deliver(tree: Tree, state: State, plan: Plan, request: Request, outcome: Outcome) -> None:
     if request.dry_run:
         outcome.diff = gitrepo.diff(plan.before, plan.after)
     elif request.export is not None:
-        base = {name: data for name, data in plan.before.items() if data is not None}
-        written = gitrepo.export(base, _commits(plan), _fresh(request.export))
-        outcome.notes.append(f"{len(written)} mailbox patches: git am --keep-non-patch {request.export}/*.patch")
+        lf = gitrepo.kept_with_lf(tree, list(plan.after)) if tree.toplevel else set()
+        base = _with_lf({name: data for name, data in plan.before.items() if data is not None}, lf)
+        written = gitrepo.export(base, _commits(plan, lf), _fresh(request.export))
+        outcome.notes.append(f"{len(written)} mailbox patches" + (f": {_git_am(tree, written)}" if written else ""))
     elif request.overlay is not None:
         if outcome.pin is None and not request.any_tree:
             raise UsageError("an overlay fits no other tree than its own, and this one is no pin: add --any-tree")
@@ -183,8 +208,22 @@ def _deliver(tree: Tree, state: State, plan: Plan, request: Request, outcome: Ou
         outcome.changed = state.apply(plan.after, __version__, plan.statuses)
 
 
-def _commits(plan: Plan) -> list[gitrepo.Commit]:
-    return [gitrepo.Commit(_message(step.patch), step.files) for step in plan.steps if step.files]
+def _with_lf(files: Mapping[str, bytes], lf: Container[str]) -> dict[str, bytes]:
+    return {name: data.replace(b"\r\n", b"\n") if name in lf else data for name, data in files.items()}
+
+
+def _git_am(tree: Tree, mails: list[Path]) -> str:
+    """The command that applies exported patches, from any folder of the tree's checkout."""
+    command = ["git", "am", "--keep-non-patch"]
+    if tree.toplevel is not None and tree.toplevel != tree.root:
+        command.append(f"--directory={tree.root.relative_to(tree.toplevel).as_posix()}")
+    if any(b"\r\n" in mail.read_bytes() for mail in mails):
+        command.append("--keep-cr")  # git takes line ends of Windows for the mail's own otherwise
+    return f"{shlex.join([*command, str(mails[0].parent)])}/*.patch"
+
+
+def _commits(plan: Plan, lf: Container[str] = ()) -> list[gitrepo.Commit]:
+    return [gitrepo.Commit(_message(step.patch), _with_lf(step.files, lf)) for step in plan.steps if step.files]
 
 
 def _message(patch: Patch) -> str:

@@ -13,17 +13,15 @@ import pytest
 from patchset.series.style import Style
 from tests.conftest import PINS, run, snapshot
 
-SERIES = ["0001-cp-position-ids", "0002-pad-to-length-bucket", "0003-cp-bucket-safety", "0004-thd-layout"]
-APPLIED, UPSTREAM = "applied", "already upstream"
-EXPECTED = {
-    "0.7.1": [APPLIED, APPLIED, APPLIED, APPLIED],
-    "before-6267": [APPLIED, APPLIED, APPLIED, APPLIED],
-    "0.8.0": [UPSTREAM, APPLIED, APPLIED, APPLIED],
-    "before-7358": [UPSTREAM, APPLIED, APPLIED, APPLIED],
-    "0.9.0": [UPSTREAM, UPSTREAM, APPLIED, APPLIED],
-    "main-2026-08-22": [UPSTREAM, UPSTREAM, APPLIED, APPLIED],
-    "0.9.1": [UPSTREAM, UPSTREAM, APPLIED, APPLIED],
-}
+APPLIED, UPSTREAM, UNNEEDED, SUPERSEDED = "applied", "already upstream", "not needed", "superseded"
+#: Statuses by number of the patch
+OLDEST = [SUPERSEDED, APPLIED, SUPERSEDED, SUPERSEDED, *[APPLIED] * 6, UNNEEDED]
+EXPECTED = {"0.7.1": dict(zip(range(1, 12), OLDEST, strict=True))}
+EXPECTED["before-6267"] = EXPECTED["0.7.1"]
+EXPECTED["0.8.0"] = {**EXPECTED["0.7.1"], 1: UPSTREAM}
+EXPECTED["before-7358"] = {**EXPECTED["0.8.0"], 11: APPLIED}
+for newer in ("0.9.0", "main-2026-08-22", "0.9.1"):
+    EXPECTED[newer] = {**EXPECTED["before-7358"], 6: UPSTREAM}
 
 
 @pytest.mark.parametrize("pin", EXPECTED)
@@ -33,8 +31,8 @@ def test_statuses_of_every_pin(cli, tree, pin):
     (target,) = json.loads(out)["targets"]
     assert status == 0
     touched = [name for name in target["changed"] if name.endswith(".py")]
-    assert Style.of(folder).problems(folder, touched) == "", "what lands is content with upstream's own linter"
-    assert [target["patches"][name]["status"] for name in SERIES] == EXPECTED[pin]
+    assert Style.of(folder).problems(folder, touched) == {}, "what lands is content with upstream's own linter"
+    assert {int(name[:4]): patch["status"] for name, patch in target["patches"].items()} == EXPECTED[pin]
     assert (target["pin"], target["exact"]) == (pin, True)
 
 
@@ -53,7 +51,7 @@ def test_all_pins_into_build(cli, tmp_path, monkeypatch):
 def test_default_pin_goes_to_out(cli, tmp_path):
     status, out, _ = cli("apply", "--out", tmp_path / "here")
     assert status == 0
-    assert "0003-cp-bucket-safety" in out
+    assert "0005-thd-layout" in out
     assert "layout = thd_layout(" in (tmp_path / "here/verl/models/mcore/util.py").read_text()
 
 
@@ -113,17 +111,32 @@ def test_changing_the_selection_goes_there_from_any_state(cli, tree):
 
 
 def test_only_takes_several_names(cli, tree):
-    _, out, _ = cli("apply", "--tree", tree("0.7.1"), "--json", "--only", "0001", "0002-pad-to-length-bucket")
+    _, out, _ = cli("apply", "--tree", tree("0.7.1"), "--json", "--only", "0001", "0003-padded-data")
     patches = json.loads(out)["targets"][0]["patches"]
-    assert [patches[name]["status"] for name in SERIES] == [APPLIED, APPLIED, "not selected", "not selected"]
+    chosen = [name for name, patch in patches.items() if patch["status"] == APPLIED]
+    assert chosen == ["0001-cp-position-ids", "0003-padded-data"]
+
+
+def test_without_leaves_patches_out(cli, tree):
+    _, out, _ = cli("apply", "--tree", tree("0.7.1"), "--json", "--without", "0005", "0010-mtp-loss-mask")
+    statuses = {int(name[:4]): patch["status"] for name, patch in json.loads(out)["targets"][0]["patches"].items()}
+    wanted = dict.fromkeys((1, 2, 3, 4, 6, 7, 8, 9), APPLIED)
+    assert statuses == {**wanted, 5: "not selected", 10: "not selected", 11: UNNEEDED}
+
+
+def test_small_edits_and_the_layout_chosen_together_say_which_wins(cli, tree):
+    folder = tree("0.7.1")
+    _, out, _ = cli("apply", "--tree", folder)
+    assert "superseded (by 0005-thd-layout)" in out
+    assert "remain_start" not in (folder / "verl/models/mcore/util.py").read_text().partition("def preprocess_thd_")[2]
 
 
 def test_a_patch_without_what_it_requires_is_refused(cli, tree):
     folder = tree("0.8.0")
     before = snapshot(folder)
-    status, _, err = cli("apply", "--tree", folder, "--only", "0003")
+    status, _, err = cli("apply", "--tree", folder, "--only", "0006")
     assert status == 1
-    assert "0003-cp-bucket-safety requires 0002-pad-to-length-bucket" in err
+    assert "0006-pad-to-length requires 0003-padded-data or 0005-thd-layout" in err
     assert snapshot(folder) == before
 
 
@@ -132,7 +145,7 @@ def test_status_tells_version_patches_and_edits(cli, tree):
     assert "not applied" in cli("apply", "--tree", folder, "--status")[1]
     cli("apply", "--tree", folder)
     _, out, _ = cli("apply", "--tree", folder, "--status")
-    assert "applied by patch-set 0.1.0 to 22 files" in out
+    assert "applied by patch-set 0.1.0 to 28 files" in out
     assert "edited since" not in out
     (folder / "verl/models/mcore/util.py").write_text("# mine\n")
     _, out, _ = cli("apply", "--tree", folder, "--status")
@@ -161,7 +174,7 @@ def test_a_tree_that_was_reset_by_git_is_patched_again(cli, tree):
     assert "not applied" in cli("apply", "--tree", folder, "--status")[1]
     status, out, _ = cli("apply", "--tree", folder)
     assert status == 0
-    assert "18 files patched" in out
+    assert "24 files patched" in out
 
 
 def test_dry_run_prints_a_diff_that_git_applies(cli, tree):
@@ -189,12 +202,20 @@ def test_conflict_names_patch_file_rule_counts_and_nearest_lines(cli, tree):
         "            if len(d) < align_size:"
     )
     before = snapshot(folder)
-    status, _, err = cli("apply", "--tree", folder)
+    status, _, err = cli("apply", "--tree", folder, "--without", "0005")
     assert status == 1
     assert (
-        "0003-cp-bucket-safety: verl/models/mcore/util.py: rule full-length-data expected 1 match(es), found 0" in err
+        "0003-padded-data: verl/models/mcore/util.py: rule full-length-data expected 1 match(es) in function "
+        "preprocess_thd_, found 0" in err
     )
-    assert f"line {line}: if len(d) < align_size:" in err
+    assert f"near: line {line}: if len(d) < align_size:" in err
+    assert snapshot(folder) == before
+    status, _, err = cli("apply", "--tree", folder)
+    assert status == 1
+    assert "rule pack-by-layout would take away code that is not upstream's:" in err
+    assert f"yours: line {line}: if len(d) < align_size:" in err
+    assert err.count("yours:") == 1
+    assert "--without 0005-thd-layout" in err
     assert snapshot(folder) == before
 
 
@@ -206,7 +227,10 @@ def test_more_matches_than_stated_are_a_conflict_too(cli, tree):
     conflict(folder, marker, extra + marker, file.relative_to(folder))
     status, _, err = cli("apply", "--tree", folder)
     assert status == 1
-    assert "rule pack-with-bucket expected 3 match(es), found 4" in err
+    assert (
+        "rule pack-with-bucket expected 3 match(es) in function gptmodel_forward_(no_padding|model_engine), found 4"
+        in err
+    )
     assert err.count("match: line") == 4
 
 
@@ -246,7 +270,7 @@ def test_a_link_out_of_the_tree_is_not_followed(cli, tree, tmp_path):
     [
         (["--tree", "/nonexistent"], "holds no verl/ package"),
         (["--pin", "0.1.0"], "'0.1.0' is no pin"),
-        (["--only", "0009"], "'0009' is no patch of the series"),
+        (["--only", "0099"], "'0099' is no patch of the series"),
         (["--only", "00"], "'00' fits several patches"),
         (["--installed", "/nonexistent/python"], "does not run"),
         (["--all", "--export", "x"], "one pin or tree at a time"),

@@ -12,6 +12,7 @@ from patchset.target import gitrepo
 from tests.conftest import run, snapshot
 
 UTIL, FORWARD = "verl/models/mcore/util.py", "verl/models/mcore/model_forward.py"
+GENERATED = "verl/trainer/config/_generated_ppo_megatron_trainer.yaml"
 
 
 def edit(folder, name, *pairs):
@@ -29,6 +30,11 @@ def added(before, after, name):
         for line in gitrepo.diff({name: before[name]}, {name: after[name]}).splitlines()
         if line.startswith("+") and not line.startswith("+++")
     ]
+
+
+def changes(before, after, name):
+    diff = gitrepo.diff({name: before[name]}, {name: after[name]}).splitlines()
+    return [line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
 def test_a_fork_gets_the_same_edits_and_is_told_that_no_lock_covers_it(cli, tree):
@@ -55,7 +61,7 @@ def test_a_fork_between_two_releases_has_one_part_already(cli, tree):
     fork = tree("0.7.1")
     buffer = "position_ids_rmpad = torch.zeros({}, dtype=torch.long, device=input_ids.device)"
     edit(fork, UTIL, (buffer.format("shape"), buffer.format("shape[0]")))
-    status, _, _ = cli("apply", "--tree", fork, "--until", "0003")
+    status, _, _ = cli("apply", "--tree", fork, "--until", "0004")
     assert status == 0
     assert (fork / UTIL).read_text().count(buffer.format("shape[0]")) == 1
 
@@ -64,7 +70,7 @@ def test_a_fork_that_renamed_the_anchor_is_a_conflict_and_stays_untouched(cli, t
     fork = tree("0.8.0")
     (fork / UTIL).write_text((fork / UTIL).read_text().replace("seqlens_in_batch_padded_cpu", "padded"))
     before = snapshot(fork)
-    assert cli("apply", "--tree", fork, "--only", "0002")[0] == 0  # does not look at that name
+    assert cli("apply", "--tree", fork, "--only", "0002", "0009")[0] == 0  # do not look at that name
     cli("apply", "--tree", fork, "--revert")
     assert snapshot(fork) == before
 
@@ -100,7 +106,7 @@ def test_settings_of_the_tree_format_the_edits(cli, tree):
         run(fork, shutil.which("true"))
         Style.of(fork)._ruff(fork, [name])
     assert cli("apply", "--tree", fork)[0] == 0
-    assert Style.of(fork).problems(fork, [FORWARD]).count("Would reformat") == 0
+    assert Style.of(fork).problems(fork, [FORWARD]) == {}
 
 
 def test_a_call_site_of_a_fork_that_forgets_the_bucket_is_found_before_anything_is_written(cli, tree):
@@ -119,13 +125,48 @@ def test_a_call_site_of_a_fork_that_forgets_the_bucket_is_found_before_anything_
     assert cli("apply", "--tree", fork)[0] == 0
 
 
-def test_generated_yaml_that_was_out_of_step_is_told(cli, tree):
-    fork = tree("0.8.0")
-    name = "verl/trainer/config/_generated_ppo_megatron_trainer.yaml"
-    edit(fork, name, ("      seed: 42\n      override_ddp_config", "      seed: 43\n      override_ddp_config"))
+def test_generated_yaml_that_was_out_of_step_gets_the_patchs_own_lines_alone(cli, tree):
+    fork, release = tree("0.8.0", into="fork"), tree("0.8.0")
+    edit(fork, GENERATED, ("      seed: 42\n      override_ddp_config", "      seed: 43\n      override_ddp_config"))
+    edit(fork, GENERATED, ("\n  timeline_json_file: null\n", "\n"))
+    before = {name: snapshot(folder) for name, folder in (("fork", fork), ("release", release))}
     _, out, _ = cli("apply", "--tree", fork, "--json")
-    assert any("was out of step" in note for note in json.loads(out)["targets"][0]["notes"])
-    assert "seed: 43" not in (fork / name).read_text()
+    note = f"{GENERATED} was out of step with its sources before, and still is, apart from this patch-set's keys"
+    assert note in json.loads(out)["targets"][0]["notes"]
+    cli("apply", "--tree", release)
+    ours = changes(before["fork"], snapshot(fork), GENERATED)
+    assert ours == changes(before["release"], snapshot(release), GENERATED)
+    assert len(ours) == 6
+
+
+def test_generated_yaml_that_is_out_of_step_where_keys_come_is_regenerated_whole(cli, tree):
+    fork, release = tree("0.8.0", into="fork"), tree("0.8.0")
+    text = (fork / GENERATED).read_text()
+    assert text.count("use_remove_padding: true\n      use_megatron_fsdp: false\n") == 1
+    edit(fork, GENERATED, ("padding: true\n      use_megatron_fsdp: false\n", "padding: 1\n      ours: 2\n"))
+    _, out, _ = cli("apply", "--tree", fork, "--json")
+    note = f"{GENERATED} was out of step with its sources before; it is regenerated whole, with 4 unrelated lines"
+    assert note in json.loads(out)["targets"][0]["notes"]
+    cli("apply", "--tree", release)
+    assert (fork / GENERATED).read_bytes() == (release / GENERATED).read_bytes()
+
+
+def test_generated_yaml_that_is_no_yaml_is_regenerated_whole(cli, tree):
+    fork, release = tree("0.8.0", into="fork"), tree("0.8.0")
+    edit(fork, GENERATED, ("      seed: 42\n      override_ddp_config", "<<<<<<< ours\n      override_ddp_config"))
+    _, out, _ = cli("apply", "--tree", fork, "--json")
+    assert any("with 2 unrelated lines" in note for note in json.loads(out)["targets"][0]["notes"])
+    cli("apply", "--tree", release)
+    assert (fork / GENERATED).read_bytes() == (release / GENERATED).read_bytes()
+
+
+def test_generated_yaml_with_windows_line_ends_keeps_them_and_is_not_out_of_step(cli, tree):
+    fork, release = tree("0.8.0", into="fork"), tree("0.8.0")
+    (fork / GENERATED).write_bytes((fork / GENERATED).read_bytes().replace(b"\n", b"\r\n"))
+    _, out, _ = cli("apply", "--tree", fork, "--json")
+    assert not any("out of step" in note for note in json.loads(out)["targets"][0]["notes"])
+    cli("apply", "--tree", release)
+    assert (fork / GENERATED).read_bytes() == (release / GENERATED).read_bytes().replace(b"\n", b"\r\n")
 
 
 def test_a_config_that_does_not_compose_is_a_conflict(cli, tree):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 
 import pytest
 
+from patchset.target import gitrepo
 from tests.conftest import run, snapshot
 
 PINS = ["0.7.1", "0.8.0", "0.9.0", "0.9.1"]
@@ -16,6 +19,16 @@ def patched(cli, tree, pin, into="applied"):
     folder = tree(pin, into=into)
     assert cli("apply", "--tree", folder)[0] == 0
     return {name: data for name, data in snapshot(folder).items() if not name.startswith(RECORDS)}
+
+
+def use_crlf(folder):
+    for path in [*folder.rglob("*.py"), *folder.rglob("*.yaml")]:
+        path.write_bytes(path.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
+
+
+def statuses(cli, folder, *options):
+    (target,) = json.loads(cli("apply", "--tree", folder, "--json", *options)[1])["targets"]
+    return {name: patch["status"] for name, patch in target["patches"].items()}
 
 
 def subjects(folder):
@@ -36,6 +49,32 @@ def test_exported_patches_apply_to_a_pristine_checkout_and_give_the_identical_tr
     assert run(checkout, "git", "status", "--porcelain") == ""
 
 
+@pytest.mark.parametrize("line_ends", ["lf", "crlf", "autocrlf"])
+@pytest.mark.parametrize("inside", ["", "third party/verl"], ids=["plain", "vendored"])
+def test_the_git_am_line_that_is_printed_gives_what_an_apply_gives(cli, tree, tmp_path, monkeypatch, inside, line_ends):
+    checkout, folder = tmp_path / "checkout", tree("0.8.0", into=f"checkout/{inside}")
+    if line_ends == "crlf":
+        use_crlf(folder)
+    gitrepo.make_repository(checkout)
+    settings = {"user.name": "A", "user.email": "a@localhost", "core.autocrlf": str(line_ends == "autocrlf").lower()}
+    for key, value in settings.items():
+        run(checkout, "git", "config", key, value)
+    run(checkout, "git", "rm", "-r", "--quiet", "--cached", ".")
+    run(checkout, "git", "reset", "--quiet", "--hard")
+    applied = shutil.copytree(folder, tmp_path / "applied", ignore=shutil.ignore_patterns(".git"))
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = cli("apply", "--tree", folder, "--export", "my mail")
+    line = re.search(r"mailbox patches: (git am .*)", out)[1]
+    assert ("--directory" in line, "--keep-cr" in line) == (bool(inside), line_ends == "crlf")
+    run(folder, "sh", "-c", line)
+    cli("apply", "--tree", applied)
+    shutil.rmtree(applied / RECORDS)
+    if line_ends == "autocrlf":  # git gives new files the line ends of the checkout
+        use_crlf(applied), use_crlf(folder)
+    assert snapshot(folder) == snapshot(applied)
+    assert run(checkout, "git", "status", "--porcelain") == ""
+
+
 def test_an_export_is_the_same_bytes_every_time_and_from_any_kind_of_tree(cli, tree, tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_AUTHOR_NAME", "somebody else")
     cli("apply", "--tree", tree("0.7.1", git=True), "--export", tmp_path / "a")
@@ -45,7 +84,7 @@ def test_an_export_is_the_same_bytes_every_time_and_from_any_kind_of_tree(cli, t
     cli("apply", "--tree", patched_already)
     cli("apply", "--tree", patched_already, "--export", tmp_path / "c")
     assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b") == snapshot(tmp_path / "c")
-    assert len(snapshot(tmp_path / "a")) == 6
+    assert len(snapshot(tmp_path / "a")) == 7
 
 
 @pytest.mark.parametrize("pin", PINS)
@@ -86,16 +125,16 @@ def test_commits_read_like_upstreams_and_give_the_identical_tree(cli, tree, pin)
     assert status == 0
     assert snapshot(checkout) == patched(cli, tree, pin)
     assert run(checkout, "git", "status", "--porcelain") == ""
-    number = {"0.7.1": 6, "0.8.0": 5, "0.9.0": 5, "0.9.1": 5}[pin]
+    number = {"0.7.1": 7, "0.8.0": 7, "0.9.0": 7, "0.9.1": 7}[pin]
     assert len(subjects(checkout)) == number
     message = run(checkout, "git", "log", "-1", "--format=%B")
     assert "Patchset-Version: 0.1.0" in message
     assert run(checkout, "git", "log", "-1", "--format=%an").strip() == "A Maintainer"
     if pin == "0.7.1":
-        first = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-PR,valueonly)", "-1", "HEAD~5")
-        assert first.strip() == "https://github.com/verl-project/verl/pull/6267"
-        second = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-Commit,valueonly)", "-1", "HEAD~4")
-        assert second.strip() == "5cfb74fa04c7f6e5d98260b8f05157c6a9402695"
+        bucket = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-PR,valueonly)", "-1", "HEAD~4")
+        assert bucket.strip() == "https://github.com/verl-project/verl/pull/7358"
+        bucket = run(checkout, "git", "log", "--format=%(trailers:key=Upstream-Commit,valueonly)", "-1", "HEAD~4")
+        assert bucket.strip() == "5cfb74fa04c7f6e5d98260b8f05157c6a9402695"
 
 
 def test_a_second_commit_run_adds_nothing_and_names_the_commits(cli, tree):
@@ -106,7 +145,35 @@ def test_a_second_commit_run_adds_nothing_and_names_the_commits(cli, tree):
     assert status == 0
     assert f"already upstream (commit {head[:12]})" in " ".join(out.split())
     assert run(checkout, "git", "rev-parse", "HEAD") == head
-    assert "in the history as 5 commit(s)" in cli("apply", "--tree", checkout, "--status")[1]
+    assert "in the history as 7 commit(s)" in cli("apply", "--tree", checkout, "--status")[1]
+
+
+@pytest.mark.parametrize("pin", ["0.8.0", "0.9.1"])
+def test_status_says_the_same_of_files_and_of_commits(cli, tree, pin):
+    files, checkout = tree(pin), tree(pin, git=True, into="checkout")
+    planned = statuses(cli, files, "--dry-run")
+    before = {name: "not applied" if s in ("applied", "superseded") else s for name, s in planned.items()}
+    assert {"applied", "superseded", "already upstream"} <= set(planned.values())
+    assert ("not needed" in planned.values()) == (pin == "0.8.0")
+    assert statuses(cli, files, "--status") == statuses(cli, checkout, "--status") == before
+    cli("apply", "--tree", files), cli("apply", "--tree", checkout, "--commit")
+    assert statuses(cli, files, "--status") == statuses(cli, checkout, "--status") == planned
+
+
+def test_status_of_a_part_as_commits(cli, tree):
+    checkout = tree("0.8.0", git=True)
+    cli("apply", "--tree", checkout, "--commit", "--only", "0009")
+    told = statuses(cli, checkout, "--status")
+    assert [told[name] for name in sorted(told) if name[:4] in ("0001", "0003", "0005", "0009", "0011")] == [
+        "already upstream", "not applied", "not applied", "applied", "not needed"
+    ]  # fmt: skip
+
+
+def test_status_of_a_tree_that_is_too_old(cli, tree):
+    folder = tree("0.8.0")
+    (folder / "verl/models/mcore/util.py").write_text("def preprocess_thd_engine(batch):\n    return batch, None\n")
+    assert set(statuses(cli, folder, "--status").values()) == {"does not fit"}
+    assert "too old: " in cli("apply", "--tree", folder, "--status")[1]
 
 
 def test_commits_are_taken_back_by_git(cli, tree):
@@ -130,8 +197,8 @@ def test_commits_are_cherry_picked_into_another_release_branch(cli, tree):
     (checkout / "verl" / "ours.py").write_text("")
     run(checkout, "git", "add", "verl/ours.py")
     run(checkout, "git", "commit", "--quiet", "-m", "ours")
-    run(checkout, "git", "cherry-pick", "main~5..main")
-    assert len(subjects(checkout)) == 6
+    run(checkout, "git", "cherry-pick", "main~7..main")
+    assert len(subjects(checkout)) == 8
 
 
 def test_a_dirty_checkout_is_refused_unless_told_otherwise(cli, tree):
@@ -143,7 +210,7 @@ def test_a_dirty_checkout_is_refused_unless_told_otherwise(cli, tree):
     assert "README.md" in err
     assert subjects(checkout) == []
     assert cli("apply", "--tree", checkout, "--commit", "--allow-dirty")[0] == 0
-    assert len(subjects(checkout)) == 5
+    assert len(subjects(checkout)) == 7
     assert run(checkout, "git", "status", "--porcelain").split() == ["M", "README.md"]
 
 
@@ -158,8 +225,6 @@ def test_changes_to_files_that_the_patch_set_edits_are_never_committed_along(cli
 
 
 def test_a_tree_below_the_root_of_a_checkout(cli, tree, tmp_path):
-    from patchset.target import gitrepo
-
     tree("0.9.1", into="mono/third_party/verl")
     mono = tmp_path / "mono"
     gitrepo.make_repository(mono)
@@ -179,9 +244,9 @@ def test_commit_needs_a_checkout(cli, tree):
     assert "is no git checkout" in err
 
 
-def test_diff_of_0002_on_080_is_about_as_long_as_upstreams_own(cli, tree):
-    # Upstream's own change adds 66 lines, its tests and the generated YAML included
+def test_diff_of_the_bucket_on_080_is_about_as_long_as_upstreams_own(cli, tree):
+    # Upstream's own change adds 66 lines, the generated YAML included; ours brings its tests along
     checkout = tree("0.8.0", git=True)
-    cli("apply", "--tree", checkout, "--commit", "--until", "0002")
-    added = run(checkout, "git", "show", "--numstat", "--format=", "HEAD")
+    cli("apply", "--tree", checkout, "--commit", "--only", "0003", "0006")
+    added = run(checkout, "git", "show", "--numstat", "--format=", "HEAD", "--", "verl")
     assert sum(int(line.split()[0]) for line in added.splitlines()) <= 1.2 * 66

@@ -18,9 +18,10 @@ from ..apply import Outcome, Request, build_pin, patch_tree, revert_tree, status
 from ..bench import compare as bench
 from ..errors import PatchsetError, UsageError
 from ..numerics.cli import FAMILIES
-from ..proof import numerics_process
+from ..proof import history, numerics_process
 from ..proof import pins as proof
 from ..series.catalogue import load
+from ..series.known import Known, Learning
 from ..series.lock import read_lock, records, write_lock
 from ..series.plan import make_plan
 from ..target import pins
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     chosen = apply.add_mutually_exclusive_group()
     chosen.add_argument("--only", metavar="NAME", nargs="+", help="these patches alone")
     chosen.add_argument("--until", metavar="NAME", help="the series up to this patch")
+    apply.add_argument("--without", metavar="NAME", nargs="+", help="all chosen patches but these")
     output = apply.add_mutually_exclusive_group()
     output.add_argument("--dry-run", action="store_true", help="unified diff on standard output, nothing written")
     output.add_argument("--commit", action="store_true", help="one git commit a patch")
@@ -101,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("--pin", metavar="NAME", nargs="+", help="these pins instead of every release")
     test.add_argument("--tree", metavar="PATH", type=Path, help="a copy of this tree instead, with its whole CPU suite")
     test.add_argument("--upstream", metavar="PATH", type=Path, help="clone of upstream: its commits are pins as well")
+    test.add_argument("--history", action="store_true", help="on which commits of --upstream the series lands, instead")
+    test.add_argument("--write", action="store_true", help="with --history: write docs/trees.md anew")
     test.add_argument("--jobs", metavar="N", type=int, default=2, help="trees at a time (default: 2)")
     test.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
     test.set_defaults(run=_test)
@@ -148,6 +152,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _test(options: argparse.Namespace, errors: Console) -> int:
+    if options.history:
+        return _history(options, errors)
+    if options.write:
+        raise UsageError("--write goes with --history")
     series, known = load(), pins.load_pins()
     results: list[proof.Result] = []
 
@@ -165,6 +173,19 @@ def _test(options: argparse.Namespace, errors: Console) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2) + "\n")
     return 1 if any(result.passed is False for result in results) else 0
+
+
+def _history(options: argparse.Namespace, errors: Console) -> int:
+    upstream = options.upstream or _upstream_from_environment()
+    if upstream is None:
+        raise UsageError("--history needs a clone of upstream: give it with --upstream PATH")
+    found = history.trace(load(), upstream, options.jobs, errors)
+    history.print_history(found, report.console())
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.json(), indent=2) + "\n")
+    if options.write:
+        history.PAGE.write_text(history.page(found))
+    return 1 if found.bad else 0
 
 
 def _upstream_from_environment() -> Path | None:
@@ -207,7 +228,7 @@ def _lint(options: argparse.Namespace, errors: Console) -> int:
 
 
 def _lock(options: argparse.Namespace, errors: Console) -> int:
-    series, known, locked = load(), pins.load_pins(), read_lock()
+    series, known, locked, spans = load(), pins.load_pins(), read_lock(), dict(Known.read().spans)
     everything = series.select()
     with TemporaryDirectory(prefix="patchset-") as folder, errors.status("") as progress:
         for name, pin in known.pins.items():
@@ -217,8 +238,15 @@ def _lock(options: argparse.Namespace, errors: Console) -> int:
             progress.update(name)
             pins.unpack(name, pin, Path(folder) / name, options.upstream)
             tree = Tree.at(Path(folder) / name)
-            locked[name] = records(make_plan(tree, tree.read, series, everything))
+            learning = Learning(name, spans)
+            for selected in series.selections():
+                plan = make_plan(tree, tree.read, series, selected, learning)
+                if selected == everything:
+                    locked[name] = records(plan)
+    if options.upstream is not None:
+        history.learn(series, options.upstream, spans, errors)
     write_lock({name: files for name, files in locked.items() if name in known.pins})
+    Learning("", spans).write()
     return 0
 
 
@@ -230,8 +258,8 @@ def _apply(options: argparse.Namespace, errors: Console) -> int:
     if options.all and (options.export or options.overlay):
         raise UsageError("--export and --overlay take one pin or tree at a time")
     request = Request(
-        options.only, options.until, options.dry_run, options.commit, options.allow_dirty, options.export,
-        options.overlay, options.any_tree,
+        options.only, options.until, options.without, options.dry_run, options.commit, options.allow_dirty,
+        options.export, options.overlay, options.any_tree,
     )  # fmt: skip
     known = pins.load_pins()
     names = known.releases if options.all else [options.pin or known.default]

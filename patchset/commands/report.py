@@ -13,7 +13,13 @@ from ..apply import Outcome
 from ..errors import PatchsetError
 from ..proof.pins import Result
 
-_COLOUR = {"applied": "green", "already upstream": "cyan", "not needed": "cyan", "not selected": "yellow"}
+_COLOUR = {
+    "applied": "green",
+    "already upstream": "cyan",
+    "not needed": "cyan",
+    "superseded": "cyan",
+    "not selected": "yellow",
+}
 
 
 def console() -> Console:

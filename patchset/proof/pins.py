@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,8 @@ from rich.console import Console
 from .. import REPOSITORY
 from ..apply import Request, patch_tree
 from ..errors import Conflict, PatchsetError, SourceUnavailable
-from ..series.catalogue import Patch, Series
-from ..series.generated import CONFIG_FOLDER, regenerate
+from ..series.catalogue import Series
+from ..series.generated import CONFIG_FOLDER, drift, regenerate
 from ..series.lock import check, read_lock
 from ..series.plan import Plan, Status, make_plan
 from ..series.style import Style
@@ -124,28 +126,30 @@ class Subject:
         return True, f"{len(self._plan.after)} digests"
 
     def compile(self) -> tuple[bool, str]:
-        command = [sys.executable, "-m", "compileall", "-q", "-j1", "verl", *self._edited(".py")]
-        done = subprocess.run(
-            command, cwd=self.patched, capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPYCACHEPREFIX": str(self.folder / "pyc")},
-        )  # fmt: skip
-        return done.returncode == 0, (done.stdout + done.stderr).strip()[-300:] or "verl/ and the tests"
+        names = {path.relative_to(self.patched).as_posix() for path in (self.patched / "verl").rglob("*.py")}
+        names.update(self._edited(".py"))
+        before, after = (Counter(_uncompilable(root, names)) for root in (self.pristine, self.patched))
+        return self._worse(before, after, f"{len(names)} files of verl/ and the tests")
 
     def ruff(self) -> tuple[bool, str]:
         files = self._edited(".py")
-        said = Style.of(self.patched).problems(self.patched, files)
-        return not said, said[-600:] or f"{len(files)} files"
+        old = [name for name in files if (self.pristine / name).exists()]
+        before = Style.of(self.pristine).problems(self.pristine, old)
+        return self._worse(before, Style.of(self.patched).problems(self.patched, files), f"{len(files)} files")
 
     def yaml(self) -> tuple[bool, str]:
-        files = sorted((self.patched / CONFIG_FOLDER).glob("_generated_*.yaml"))
-        wrong = []
-        for file in files:
-            data = file.read_bytes()
-            if regenerate(file.name, data, (self.patched / CONFIG_FOLDER).resolve()) != data:
-                wrong.append(file.name)
-        return bool(
-            files
-        ) and not wrong, f"out of step: {', '.join(wrong)}" if wrong else f"{len(files)} files byte-equal"
+        before, after = (Counter(_stale(root)) for root in (self.pristine, self.patched))
+        files = len(list((self.patched / CONFIG_FOLDER).glob("_generated_*.yaml")))
+        passed, detail = self._worse(before, after, f"{files} files in step")
+        return passed and files > 0, detail
+
+    @staticmethod
+    def _worse(before: Counter[str], after: Counter[str], fine: str) -> tuple[bool, str]:
+        """Whether nothing is said of the patched tree that was not said of the pristine one as often."""
+        new, old = after - before, (after & before).total()
+        known = f", apart from {old} that were there before" if old else ""
+        few = "; ".join(sorted(new)[:5]) + (f"; and {len(new) - 5} more" if len(new) > 5 else "")
+        return not new, f"{few}{known}" if new else f"{fine}{known}"
 
     def sanity(self) -> tuple[bool | None, str]:
         """Upstream's own sanity scripts, which must not say more about the patched tree than about the pristine one."""
@@ -159,29 +163,44 @@ class Subject:
 
     def new_tests(self) -> tuple[bool, str]:
         suite = suites.run_suite(self.patched, self._overlay_tests(), self.folder / "new-tests.log")
-        return not suite.failed and bool(suite.outcomes), self._say(suite, suite.failed)
+        return not suite.failed and "passed" in suite.outcomes.values(), self._say(suite, suite.failed)
 
     def mutation(self) -> tuple[bool, str]:
-        """Leaves each applied patch out, and what builds on it; its proofs have to fail then."""
+        """Leaves each patch out, and what needs it; its proofs have to fail then.
+
+        One that is superseded is left out of the series without its superseder, where its own tests pass otherwise.
+        """
         said, fine = [], True
         for patch in self.series.patches:
-            if self._plan.statuses[patch.name] != Status.APPLIED.value:
+            status, number = self._plan.statuses[patch.name], patch.name.split("-")[0]
+            if status not in (Status.APPLIED.value, Status.SUPERSEDED.value):
                 continue
-            mutant = self.folder / f"without-{patch.name}"
-            _copy(self.pristine, mutant)
-            patch_tree(Tree.at(mutant), Request(only=self._without(patch)), self.series)
-            shutil.copytree(self.series.overlay, mutant, dirs_exist_ok=True)
-            suite = suites.run_suite(mutant, patch.metadata.proofs, self.folder / f"without-{patch.name}.log")
+            winner = self.series.superseder(patch.name) if status == Status.SUPERSEDED.value else None
+            if winner is not None:
+                own = self._suite({winner}, [name for name in patch.metadata.overlay if "/test_" in name], number)
+                if own.failed or not own.outcomes:
+                    fine = False
+                    said.append(f"{number} in the place of {winner}: {self._say(own, own.failed)}")
+                    continue
+            suite = self._suite({patch.name} | ({winner} if winner else set()), patch.metadata.proofs, f"no-{number}")
             blind = [
                 proof for proof in patch.metadata.proofs if not any(f.startswith(proof + "::") for f in suite.failed)
             ]
             fine = fine and not blind
-            number = patch.name.split("-")[0]
             said.append(
                 f"{number} out: {', '.join(blind)} saw nothing" if blind else f"{number} out: {len(suite.failed)} fail"
             )
-            shutil.rmtree(mutant)
         return fine, "; ".join(said) or "no patch applied"
+
+    def _suite(self, out: set[str], tests: list[str], name: str) -> suites.Suite:
+        """Runs tests on a tree that lacks some patches and what needs them."""
+        mutant = self.folder / name
+        _copy(self.pristine, mutant)
+        patch_tree(Tree.at(mutant), Request(only=self._without(out)), self.series)
+        shutil.copytree(self.series.overlay, mutant, dirs_exist_ok=True)
+        suite = suites.run_suite(mutant, tests, self.folder / f"{name}.log")
+        shutil.rmtree(mutant)
+        return suite
 
     def numerics(self) -> tuple[bool, str]:
         """The engine's training against references; a part of it on pins that aren't the main one."""
@@ -228,12 +247,33 @@ class Subject:
         folder = self.series.overlay
         return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("test_*_on_cpu.py"))
 
-    def _without(self, patch: Patch) -> list[str]:
-        out = {patch.name}
+    def _without(self, out: set[str]) -> list[str]:
+        """Names of the patches that are left when some go, and with them what needs them."""
+        gone = set(out)
         for later in self.series.patches:
-            if out.intersection(later.metadata.requires):
-                out.add(later.name)
-        return [other.name for other in self.series.patches if other.name not in out]
+            needs = [{need} if isinstance(need, str) else set(need) for need in later.metadata.requires]
+            if any(names <= gone for names in needs):
+                gone.add(later.name)
+        return [other.name for other in self.series.patches if other.name not in gone]
+
+
+def _uncompilable(root: Path, names: Iterable[str]) -> Iterator[str]:
+    """`file: why` of each file that is no Python."""
+    for name in sorted(names):
+        path = root / name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            try:
+                compile(path.read_bytes() if path.exists() else b"", name, "exec", dont_inherit=True)
+            except (SyntaxError, ValueError) as error:
+                yield f"{name}: {error.msg if isinstance(error, SyntaxError) else error}"
+
+
+def _stale(root: Path) -> Iterator[str]:
+    """`file: what` of everything in generated files that is not as their sources say."""
+    for file in sorted((root / CONFIG_FOLDER).glob("_generated_*.yaml")):
+        data = file.read_bytes()
+        yield from (f"{file.name}: {what}" for what in drift(data, regenerate(file.name, data, file.parent.resolve())))
 
 
 _SANITY = {

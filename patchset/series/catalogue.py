@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import yaml
 from .. import REPOSITORY
 from ..errors import UsageError
 
+#: The end of a line of a fix that is written only where a witness matches.
+CONDITION = re.compile(r" *# where: ([\w-]+)$", re.MULTILINE)
 GENERATED_PREFIX = "verl/trainer/config/_generated_"
 
 
@@ -37,8 +40,11 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     """What `patch.yaml` says of its patch.
 
     Attributes:
+        requires: what has to be in a tree before: names of earlier patches; a list is of which one is enough.
         present: the patch is already in a tree in which every probe matches.
         needed: where given, a tree in which a probe does not match has no use for the patch; its message tells why.
+        supersedes: earlier patches that edit the code which this one replaces; chosen together, this one wins.
+        unread: parameters that functions no longer read after the patch, with the reason.
         optional_files: files with rules that a tree may lack, with the reason.
         regenerates: generated reference YAML that follows from the patch's configuration edits.
         overlay: files of `verl_overlay/` that come with the patch.
@@ -49,10 +55,12 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     message: str
     why: str
     upstream: Upstream
-    requires: list[str]
+    requires: list[str | list[str]]
     present: list[Probe]
     retire: str
     needed: list[Probe] = []
+    supersedes: list[str] = []
+    unread: dict[str, str] = {}
     optional_files: dict[str, str] = msgspec.field(default_factory=dict, name="optional_files")
     regenerates: list[str] = []
     overlay: list[str] = []
@@ -79,6 +87,12 @@ class Rule:
     def id(self) -> str:
         return str(self.document["id"])
 
+    @property
+    def conditions(self) -> set[str]:
+        """Witnesses that lines of the fix name by a comment at their end; without a match such a line is left out."""
+        fix = self.document.get("fix", "")
+        return set(CONDITION.findall(fix["template"] if isinstance(fix, dict) else fix))
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -95,13 +109,34 @@ class Patch:
 
 @dataclass(frozen=True)
 class Series:
-    """The patches in their order, and the folder of the files that they lay over a tree."""
+    """The patches in their order, the folder of the files that they lay over a tree, and the oldest tree they fit.
+
+    Attributes:
+        floor: a tree in which a probe does not match is too old for any patch; its message tells why.
+    """
 
     patches: tuple[Patch, ...]
     overlay: Path
+    floor: tuple[Probe, ...] = ()
 
-    def select(self, only: list[str] | None = None, until: str | None = None) -> set[str]:
+    def superseder(self, name: str) -> str | None:
+        """The patch that makes another one needless; None where there is none."""
+        return next((patch.name for patch in self.patches if name in patch.metadata.supersedes), None)
+
+    def selections(self) -> list[set[str]]:
+        """The whole series, and for every patch that supersedes others the series without it."""
+        winners = [patch.name for patch in self.patches if patch.metadata.supersedes]
+        return [self.select(), *(self.select(without=[name]) for name in winners)]
+
+    def select(
+        self, only: list[str] | None = None, until: str | None = None, without: list[str] | None = None
+    ) -> set[str]:
         """Names of the chosen patches; a name may be shortened to what tells it apart.
+
+        Args:
+            only: these alone.
+            until: the series up to this one.
+            without: all chosen ones but these.
 
         Raises:
             UsageError: a name fits no patch, or several.
@@ -116,8 +151,10 @@ class Series:
             return fits[0]
 
         if until is not None:
-            return set(names[: names.index(full(until)) + 1])
-        return {full(short) for short in only} if only is not None else set(names)
+            chosen = set(names[: names.index(full(until)) + 1])
+        else:
+            chosen = {full(short) for short in only} if only is not None else set(names)
+        return chosen.difference(map(full, without or ()))
 
     def overlay_bytes(self, path: str) -> bytes:
         return (self.overlay / path).read_bytes()
@@ -144,6 +181,8 @@ def _rules(folder: Path, problems: list[str]) -> list[Rule]:
             if ("fix" in document) != (isinstance(expect, int) and expect > 0):
                 problems.append(f"{where}: {document['id']} needs `fix` and `metadata.expect` (a count) together")
             rules.append(Rule(target, document, expect, unless))
+            if expect and target.endswith((".yaml", ".yml")) and not _inserts(document):
+                problems.append(f"{where}: {document['id']} may only insert: what YAML it removes nobody can check")
     ids = [rule.id for rule in rules]
     for rule in rules:
         if ids.count(rule.id) > 1:
@@ -151,7 +190,16 @@ def _rules(folder: Path, problems: list[str]) -> list[Rule]:
         witness = [other for other in rules if other.id == rule.unless and other.target == rule.target]
         if rule.unless is not None and not (witness and witness[0].expect is None):
             problems.append(f"{folder.parent.name}: {rule.id} names no witness of its file: {rule.unless}")
+        for name in rule.conditions:
+            if not any(other.id == name and other.target == rule.target and other.expect is None for other in rules):
+                problems.append(f"{folder.parent.name}: {rule.id} has a line where {name}, no witness of its file")
     return rules
+
+
+def _inserts(document: dict[str, Any]) -> bool:
+    """Whether a rule writes back all that it matched: its pattern is one variable, which its fix repeats."""
+    pattern, fix = document["rule"].get("pattern"), document["fix"]
+    return isinstance(pattern, str) and re.fullmatch(r"\$[A-Z_]+", pattern) is not None and pattern in str(fix)
 
 
 def load(repository: Path = REPOSITORY) -> Series:
@@ -166,13 +214,28 @@ def load(repository: Path = REPOSITORY) -> Series:
         patch = _patch(folder / name, problems)
         if patch is not None:
             earlier = {before.name for before in patches}
-            missing = [need for need in patch.metadata.requires if need not in earlier]
+            needs = {name for need in patch.metadata.requires for name in ([need] if isinstance(need, str) else need)}
+            missing = sorted(needs - earlier)
             problems += [f"{name} requires {need}, which does not come before it" for need in missing]
+            missing = [other for other in patch.metadata.supersedes if other not in earlier]
+            problems += [f"{name} supersedes {other}, which does not come before it" for other in missing]
             patches.append(patch)
     _check_overlay(patches, overlay, problems)
+    floor = _floor(folder / "floor.yaml", problems)
     if problems:
         raise UsageError(f"the series has {len(problems)} problem(s)", tuple(problems))
-    return Series(tuple(patches), overlay)
+    return Series(tuple(patches), overlay, floor)
+
+
+def _floor(path: Path, problems: list[str]) -> tuple[Probe, ...]:
+    """Probes that every tree has to match; none where the file is missing."""
+    if not path.exists():
+        return ()
+    try:
+        return tuple(msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), list[Probe]))
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        problems.append(f"{path.name}: {' '.join(str(error).split())}")
+        return ()
 
 
 def _listed(folder: Path, problems: list[str]) -> list[str]:

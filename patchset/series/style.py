@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,20 +68,31 @@ class Style:
                 if tag in ("insert", "replace"):
                     self._ruff(folder, [f"--range={start + 1}-{end + 1}", path])
 
-    def problems(self, folder: Path, files: list[str]) -> str:
-        """What ruff's linter and formatter say of files, with the tree's settings. Empty when they are content."""
+    def problems(self, folder: Path, files: list[str]) -> Counter[str]:
+        """What ruff's linter and formatter say of files, with the tree's settings; `file: what`, without line numbers.
+
+        So two states of a tree can be compared by what each says how often.
+        """
         rules = () if self.settings[0] == "--config" else UPSTREAM_RULES
-        said = []
-        for command in (
-            ["check", "--no-cache", *self.settings, *rules],
-            ["format", "--check", "--no-cache", *self.settings],
-        ):
-            done = subprocess.run(
-                [executable("ruff"), *command, *files], cwd=folder, capture_output=True, text=True, check=False
-            )
-            if done.returncode != 0:
-                said.append((done.stdout + done.stderr).strip())
-        return "\n".join(said)
+        if not files:
+            return Counter()
+        linter = ["check", "--no-cache", "--output-format", "json", *self.settings, *rules]
+        said = json.loads(self._ask(folder, [*linter, *files]).stdout or "[]")
+        root, found = folder.resolve(), Counter[str]()
+        for entry in said:
+            found[f"{Path(entry['filename']).relative_to(root).as_posix()}: {entry['code']} {entry['message']}"] += 1
+        formatter = self._ask(folder, ["format", "--check", "--no-cache", *self.settings, *files])
+        for line in formatter.stdout.splitlines():
+            if line.startswith("Would reformat: "):
+                found[f"{line.removeprefix('Would reformat: ')}: is not formatted"] += 1
+        return found
+
+    def _ask(self, folder: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+        command = [executable("ruff"), *arguments]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1):
+            raise Conflict("ruff cannot look at the files", tuple(done.stderr.strip().splitlines()))
+        return done
 
     def _run(self, folder: Path, path: str, data: bytes) -> bytes:
         command = [executable("ruff"), "format", *self.settings, "--no-cache", "--stdin-filename", path, "-"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,22 @@ def tracked(tree: Tree) -> list[str]:
     return [name for name in _git(tree.root, "ls-files", "-z").decode().split("\0") if name]
 
 
+def kept_with_lf(tree: Tree, names: list[str]) -> set[str]:
+    """Those of some files of a tree that git stores with LF, whatever line ends the work tree has (core.autocrlf)."""
+    out = _git(tree.root, "ls-files", "--eol", "-z", "--", *names).decode()
+    entries = (entry.partition("\t") for entry in out.split("\0"))
+    return {name for how, _, name in entries if how.startswith("i/lf ")}
+
+
+def reader(tree: Tree, revision: str) -> Callable[[str], bytes | None]:
+    """Reads a tree's files as they are in a revision; None for a file that it lacks, or all if there is no such one."""
+
+    def read(name: str) -> bytes | None:
+        return _git(tree.root, "cat-file", "blob", f"{revision}:./{name}", codes=(0, 128)) or None
+
+    return read
+
+
 def make_repository(folder: Path) -> None:
     """Makes a folder a git repository with one commit that holds everything in it."""
     environment = {**os.environ, **_NEUTRAL}
@@ -71,6 +87,12 @@ def trailers(tree: Tree, key: str) -> dict[str, str]:
         for value in values.split(",") if commit not in reverted else ():
             found.setdefault(value.strip(), commit)
     return found
+
+
+def before(tree: Tree, commits: list[str]) -> Callable[[str], bytes | None]:
+    """Reads a tree as it was before the oldest of some commits of one line; None for a file that it lacked."""
+    oldest = _git(tree.root, "merge-base", "--octopus", *commits).decode().strip()
+    return reader(tree, f"{oldest}^")
 
 
 def build(tree: Tree, commits: list[Commit]) -> str:
@@ -119,6 +141,19 @@ def diff(before: Mapping[str, bytes | None], after: Mapping[str, bytes | None]) 
     with _passing_repository(base, [Commit("after", after)]) as (root, span, environment):
         settings = ["--no-color", "--no-ext-diff", "--no-renames"]
         return _git(root, "diff", *settings, span, env=environment).decode(errors="replace")
+
+
+def merge(ours: bytes, base: bytes, theirs: bytes) -> bytes | None:
+    """Three-way merge of a file's contents, outside of any repository; None where the sides change the same lines."""
+    with TemporaryDirectory(prefix="patchset-") as name:
+        for side, data in (("ours", ours), ("base", base), ("theirs", theirs)):
+            (Path(name) / side).write_bytes(data)
+        command = ["git", "merge-file", "-p", "--quiet", "ours", "base", "theirs"]
+        try:
+            done = subprocess.run(command, cwd=name, capture_output=True, check=False)
+        except OSError:
+            return None
+    return done.stdout if done.returncode == 0 else None
 
 
 @contextmanager

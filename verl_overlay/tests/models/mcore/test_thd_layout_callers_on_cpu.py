@@ -28,6 +28,13 @@ def takes(name):
     return name in inspect.signature(preprocess_thd).parameters
 
 
+def with_bucket(bucket):
+    """Keywords for a bucket; the layout comes before the packer takes one."""
+    if bucket is not None and not takes("pad_to_length_bucket"):
+        pytest.skip("this packer knows no bucket")
+    return {"pad_to_length_bucket": bucket} if bucket is not None else {}
+
+
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_a_micro_batch_waits_for_the_device_once(monkeypatch, batch):
     waits = []
@@ -38,9 +45,9 @@ def test_a_micro_batch_waits_for_the_device_once(monkeypatch, batch):
         )
     ids = nested([16] * batch)
     waits.clear()
-    packed, params, _ = pack(monkeypatch, ids, rank=1, tp=2, cp=4, pad_to_length_bucket=512)
+    packed, params, _ = pack(monkeypatch, ids, rank=1, tp=2, cp=4)
     for tensor in (ids.clone(), ids * 2, ids.float()):
-        pack(monkeypatch, tensor, rank=1, tp=2, cp=4, pad_to_length_bucket=512, need_roll=True)
+        pack(monkeypatch, tensor, rank=1, tp=2, cp=4, need_roll=True)
     monkeypatch.setattr(util.mpu, "get_context_parallel_group", lambda: None)
     monkeypatch.setattr(torch.distributed, "all_gather", lambda *_, **__: None)
     postprocess_thd(packed.unsqueeze(0).float(), params, ids, batch)
@@ -64,7 +71,7 @@ def test_rolled_labels_and_positions_agree(monkeypatch, cp, lens):
 def test_padding_rows_have_no_position_past_their_sequence(monkeypatch, cp, bucket):
     lens = [5, 3, 17]
     for rank, rows in enumerate(layout(lens, 1, cp, bucket=bucket).rows):
-        _, _, positions = pack(monkeypatch, nested(lens), rank, cp=cp, pad_to_length_bucket=bucket)
+        _, _, positions = pack(monkeypatch, nested(lens), rank, cp=cp, **with_bucket(bucket))
         assert all(position < lens[seq] for position, (seq, _) in zip(positions.tolist(), rows, strict=True))
 
 
@@ -81,7 +88,7 @@ def test_mindspeed_is_told_positions_after_all_padding(monkeypatch, kwargs, rows
     # C90: it was told 32 positions for 256 rows
     if not hasattr(util, "preprocess_for_mindspeed"):
         pytest.skip("this verl has no MindSpeed hook")
-    told = {}
+    told, kwargs = {}, kwargs | with_bucket(kwargs.get("pad_to_length_bucket"))
     for name, functions in {
         "mindspeed": {},
         "mindspeed.core": {},
@@ -102,9 +109,9 @@ def test_mindspeed_is_told_positions_after_all_padding(monkeypatch, kwargs, rows
 @pytest.mark.parametrize("fresh", [False, True], ids=["same-boundaries", "copied-boundaries"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_unpacking_gives_every_token_back_and_gradients_to_own_rows(monkeypatch, cp, fresh):
-    lens, dims = [5, 3, 40], (3,)
+    lens, dims, bucket = [5, 3, 40], (3,), with_bucket(100) if takes("pad_to_length_bucket") else {}
     batch = nested(lens, dims, torch.float64)
-    packs = [pack(monkeypatch, batch, rank, tp=2, cp=cp, pad_to_length_bucket=100) for rank in range(cp)]
+    packs = [pack(monkeypatch, batch, rank, tp=2, cp=cp, **bucket) for rank in range(cp)]
     monkeypatch.setattr(util.mpu, "get_context_parallel_group", lambda: "group")
 
     def all_gather(outputs, own, group):
@@ -128,7 +135,7 @@ def test_unpacking_gives_every_token_back_and_gradients_to_own_rows(monkeypatch,
         assert torch.equal(back.offsets(), batch.offsets())
         (grad,) = torch.autograd.grad((back.values() * weights).sum(), own)
         weighted = torch.nested.nested_tensor_from_jagged(weights, batch.offsets())
-        wanted, _, _ = pack(monkeypatch, weighted, rank, tp=2, cp=cp, pad_to_length_bucket=100)
+        wanted, _, _ = pack(monkeypatch, weighted, rank, tp=2, cp=cp, **bucket)
         assert torch.equal(grad[0], wanted)
 
 

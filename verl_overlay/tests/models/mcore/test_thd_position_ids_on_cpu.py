@@ -13,13 +13,9 @@
 # limitations under the License.
 """Position ids of context-parallel ranks, against a layout written from its definition."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from thd_reference import layout, nested, pack, value
-
-import verl.models.mcore.model_forward as plain
 
 BATCHES = [[4803], [64, 97, 130], [33, 200, 48]]
 
@@ -61,21 +57,3 @@ def test_positions_are_one_dimensional_for_tensors_with_trailing_dimensions(monk
     assert packed.shape == (100 // cp if cp > 1 else 97, 3, 2)
     assert positions.shape == packed.shape[:1]
     assert positions.dtype == torch.long
-
-
-@pytest.mark.parametrize(("mtp", "handed_over"), [(False, None), (True, [2, 3, 4, 0, 1, 2])], ids=["plain", "mtp"])
-def test_model_gets_positions_only_when_mtp_trains(monkeypatch, mtp, handed_over):
-    # C53: [5, 3] on rank 1 of 2; the padding row of the first sequence keeps position 0
-    got = {}
-
-    class Model:
-        pre_process, post_process, config = True, False, SimpleNamespace(fp8=None)
-
-        def __call__(self, **kwargs):
-            got.update(kwargs)
-            return torch.zeros(1, 6)
-
-    pack(monkeypatch, nested([5, 3]), rank=1, cp=2)  # leaves rank and sizes as they are for the forward
-    forward = getattr(plain, "gptmodel_forward_model_engine", None) or plain.gptmodel_forward_no_padding
-    forward(Model(), nested([5, 3]), {}, mtp_enable_train=mtp)
-    assert got["position_ids"] is None if handed_over is None else got["position_ids"].tolist() == [handed_over]

@@ -14,7 +14,8 @@
 """A slow THD layout written from its definition, to hold the packer against, and a way to call any rank's packer.
 
 Megatron-Core and Transformer Engine cut each padded sequence into 2*cp equal chunks; rank r holds chunks r and
-2*cp-1-r of every sequence, in order. Nothing here is shared with the code under test.
+2*cp-1-r of every sequence, in order; under a contiguous layout the padded block as a whole is cut into cp equal
+intervals. Nothing here is shared with the code under test.
 """
 
 import inspect
@@ -38,9 +39,18 @@ class Layout:
     rows: list[list[tuple[int, int]]]
 
 
-def layout(lens: list[int], tp: int = 1, cp: int = 1, fp8: bool = False, bucket: int | None = None) -> Layout:
+def layout(
+    lens: list[int],
+    tp: int = 1,
+    cp: int = 1,
+    fp8: bool = False,
+    bucket: int | None = None,
+    *,
+    min_local_rows: int | None = None,
+    cp_layout: str = "zigzag",
+) -> Layout:
     """Layout of sequences of given real lengths on every rank of a CP group."""
-    align = tp * cp * 2 if cp > 1 else tp
+    align = tp * cp * 2 if cp > 1 and cp_layout == "zigzag" else tp * cp
     multiples = [align]
     if fp8:
         # Per sequence a multiple of 16 as well, in total one of 128 alignments
@@ -48,10 +58,14 @@ def layout(lens: list[int], tp: int = 1, cp: int = 1, fp8: bool = False, bucket:
     padded = [math.ceil(length / align) * align for length in lens]
     multiples += [align, bucket or 1]
     total = sum(padded)
-    while any(total % multiple for multiple in multiples):
+    while any(total % multiple for multiple in multiples) or total < cp * (min_local_rows or 0):
         total += align
     padded[-1] += total - sum(padded)
 
+    if cp_layout == "contiguous":
+        block = [(seq, pos) for seq, length in enumerate(padded) for pos in range(length)]
+        rows = [block[rank * total // cp : (rank + 1) * total // cp] for rank in range(cp)]
+        return Layout([sum(padded[:n]) for n in range(len(padded) + 1)], rows)
     rows: list[list[tuple[int, int]]] = [[] for _ in range(cp)]
     for seq, length in enumerate(padded):
         chunk = length // (2 * cp)

@@ -237,6 +237,46 @@ def test_a_layout_is_made_once_for_its_offsets_and_goes_with_them():
     assert offsets.untyped_storage().data_ptr() not in storages, "offsets would live as long as their layout"
 
 
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        # [T, F, T] and [T]: slots of 4 and 2 rows, of 4 and 2 in all under tp=2
+        ({"tp": 2}, [[0, 1, 0, 0, 0, 0]]),
+        # slots of 4 rows each over two ranks, chunks of one row
+        ({"cp": 2}, [[0, 0, 0, 0], [1, 0, 0, 0]]),
+        ({"cp": 2, "cp_layout": "contiguous"}, [[0, 1, 0], [0, 0, 0]]),
+    ],
+    ids=["tp2", "cp2", "contiguous"],
+)
+def test_a_mask_does_not_wrap(settings, wanted):
+    values = torch.tensor([True, False, True, True])
+    for rank, rows in enumerate(wanted):
+        layout = make([3, 1], rank=rank, **settings)
+        assert layout.pack_next(values).tolist() == [bool(row) for row in rows]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["made", "from-boundaries"])
+@pytest.mark.parametrize("rows", [2212, 2560, 3000])
+def test_without_cp_a_model_may_end_with_another_padding(rows, known):
+    # A vision model packs by its mask and does not see the bucket: 2,212 rows where the layout has 2,560
+    offsets = offsets_of([1200, 1012])
+    layout = thd_layout(offsets, tp_size=1, cp_size=1, cp_rank=0, pad_to_length_bucket=512)
+    assert layout.cu_seqlens_padded.tolist() == [0, 1200, 2560]
+    if known:
+        layout = thd_layout_of_padded(offsets, layout.cu_seqlens_padded.clone(), cp_size=1, cp_rank=0)
+    own = torch.arange(2.0 * rows).view(rows, 2).requires_grad_()
+    tokens = layout.unpack(own)
+    assert torch.equal(tokens, own[:2212])
+    (grad,) = torch.autograd.grad((tokens * 3).sum(), own)
+    assert torch.equal(grad, torch.cat((torch.full((2212, 2), 3.0), torch.zeros(rows - 2212, 2))))
+
+
+def test_rows_that_lack_a_token_are_refused():
+    layout = make([1200, 1012], pad_to_length_bucket=512)
+    with pytest.raises(ValueError, match=r"rows must be at least 2212, got shape \(2211,\)"):
+        layout.unpack(torch.zeros(2211))
+
+
 class Count(TorchDispatchMode):
     """Counts dispatched operations, and those that wait for the device."""
 

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""How many tokens a multi-token-prediction (MTP) loss is a mean over."""
+"""Which tokens a multi-token-prediction (MTP) loss is of, and how many it is a mean over."""
 
 import torch
 
@@ -35,3 +35,26 @@ def tokens_per_cp_rank(num_tokens: torch.Tensor, cp_group: torch.distributed.Pro
         num_tokens = num_tokens.clone()
         torch.distributed.all_reduce(num_tokens, group=cp_group)
     return num_tokens.clamp(min=1) / cp_size
+
+
+def without_first_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """A loss mask without the first token of each sequence, which is no token's next one.
+
+    Rolling wraps it to the end of its sequence, where the sequence would learn to predict its own beginning.
+
+    Args:
+        mask: jagged [B, j], any dtype; left as it is.
+
+    Returns:
+        jagged [B, j] with the offsets of the mask.
+
+    Raises:
+        ValueError: the mask is not a jagged nested tensor.
+    """
+    if not mask.is_nested or mask.layout != torch.jagged:
+        raise ValueError(f"mask must be a jagged nested tensor, got {type(mask).__name__}")
+    offsets = mask.offsets()
+    # The start of an empty sequence is its neighbour's, or lies behind the last token: a row more takes that one
+    values = torch.nn.functional.pad(mask.values(), (0, 1))
+    values = values.index_fill(0, offsets[:-1], 0)[:-1]
+    return torch.nested.nested_tensor_from_jagged(values, offsets)

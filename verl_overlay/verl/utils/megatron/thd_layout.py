@@ -49,6 +49,7 @@ class THDLayout:
         cu_seqlens_padded: starts of the padded sequences among the rows of all ranks, and their total; int32 [B+1].
         max_seqlen: longest padded sequence, in rows of all ranks.
         local_rows: R.
+        least_rows: rows of all ranks up to the last real token; what lies behind it is padding.
         tokens: T.
         starts, lengths, padded: first token, real and padded length of every sequence; int32 [B].
         chunk: chunk of every row of this rank; int32 [R].
@@ -58,6 +59,7 @@ class THDLayout:
     cu_seqlens_padded: torch.Tensor
     max_seqlen: int
     local_rows: int
+    least_rows: int
     tokens: int
     cp_size: int
     cp_layout: str
@@ -80,12 +82,14 @@ class THDLayout:
 
         Each row gets its sequence's next token, across the ends of chunks and ranks. The last token of a sequence has
         none: its row gets the sequence's first token, and so does the sequence's last padded row, as if the padded
-        sequence were rolled. Other padding rows are zero.
+        sequence were rolled. Other padding rows are zero. A mask, told by its dtype of bool, does not wrap: as a label
+        the first token is harmless there, in the loss it is not.
 
         Raises:
             ValueError: the values are not T long.
         """
-        return self._take(values, self._next_source, self._next_padding)
+        wraps = values.dtype != torch.bool
+        return self._take(values, self._next_source, self._next_padding if wraps else self._next_nothing)
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
@@ -103,14 +107,17 @@ class THDLayout:
         Gradients go to this rank's own rows alone: every other rank has its own copy of the loss.
 
         Args:
-            rows: this rank's rows [R, *].
+            rows: this rank's rows [R, *]; without CP any number from `least_rows` on, since a model that packs by its
+                mask ends with another padding.
             all_rows: every rank's rows [cp, R, *], without gradient; may be left out where cp is 1.
 
         Raises:
             ValueError: a shape is not that of this layout.
         """
         if all_rows is None and self.cp_size == 1:
-            all_rows = rows.detach().unsqueeze(0)
+            if rows.shape[0] < self.least_rows:
+                raise ValueError(f"rows must be at least {self.least_rows}, got shape {tuple(rows.shape)}")
+            return _Unpack.apply(rows, rows.detach(), self)
         wanted = (self.local_rows, *rows.shape[1:])
         if tuple(rows.shape) != wanted:
             raise ValueError(f"rows must have shape {wanted}, got {tuple(rows.shape)}")
@@ -166,6 +173,11 @@ class THDLayout:
         return self._next_position >= self._length
 
     @cached_property
+    def _next_nothing(self) -> torch.Tensor:
+        # A row whose next token is a first one has none: the token that it would get is where its sequence begins
+        return self._next_padding | (self._next_position == 0)
+
+    @cached_property
     def _next_source(self) -> torch.Tensor:
         return (self._start + self._next_position).masked_fill_(self._next_padding, 0)
 
@@ -194,12 +206,16 @@ class _Unpack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, all_rows, layout):
-        ctx.layout = layout
+        ctx.layout, ctx.rows = layout, rows.shape[0]
         return all_rows.index_select(0, layout._row_of_token)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.layout.pack(grad), None, None
+        own = ctx.layout.pack(grad)
+        extra = ctx.rows - own.shape[0]
+        if extra > 0:
+            own = torch.cat((own, own.new_zeros((extra, *own.shape[1:]))))
+        return own[: ctx.rows], None, None
 
 
 def jagged_offsets(batch: torch.Tensor) -> torch.Tensor:
@@ -269,17 +285,18 @@ def thd_layout(
     lengths = offsets.diff().int()
     padded = (lengths + (per_sequence - 1)) // per_sequence * per_sequence
     # The one time that the host waits for the device
-    facts = torch.stack((padded.sum(), padded.max(), padded[-1], lengths.min(), offsets[0], offsets[-1])).tolist()
-    total, longest, last, shortest, first, tokens = facts
+    facts = (padded.sum(), padded.max(), padded[-1], lengths[-1], lengths.min(), offsets[0], offsets[-1])
+    total, longest, last, last_real, shortest, first, tokens = torch.stack(facts).tolist()
     if shortest < 0 or first != 0:
         raise ValueError(f"offsets must rise from 0, got first {first} and shortest sequence {shortest}")
 
+    least_rows = total - last + last_real
     least = max(total, cp_size * min_local_rows if min_local_rows else 0)
     if pad_to_length_bucket or use_fp8_padding or least > total:
         extra = -(-least // multiple) * multiple - total
         padded[-1].add_(extra)
         total, longest = total + extra, max(longest, last + extra)
-    made[key] = _make(offsets, lengths, padded, total, longest, tokens, cp_size, cp_rank, cp_layout)
+    made[key] = _make(offsets, lengths, padded, total, longest, least_rows, tokens, cp_size, cp_rank, cp_layout)
     return made[key]
 
 
@@ -309,12 +326,15 @@ def thd_layout_of_padded(
     for key, layout in _made_for(offsets).items():
         if layout.cu_seqlens_padded is cu_seqlens_padded and key[1:4] == (cp_size, cp_rank, cp_layout):
             return layout
-    padded = cu_seqlens_padded.diff().int()
-    total, longest, tokens = torch.stack((padded.sum(), padded.max(), offsets[-1])).tolist()
-    return _make(offsets, offsets.diff().int(), padded, total, longest, tokens, cp_size, cp_rank, cp_layout)
+    lengths, padded = offsets.diff().int(), cu_seqlens_padded.diff().int()
+    facts = (padded.sum(), padded.max(), padded[-1], lengths[-1], offsets[-1])
+    total, longest, last, last_real, tokens = torch.stack(facts).tolist()
+    return _make(
+        offsets, lengths, padded, total, longest, total - last + last_real, tokens, cp_size, cp_rank, cp_layout
+    )
 
 
-def _make(offsets, lengths, padded, total, longest, tokens, cp_size, cp_rank, cp_layout) -> THDLayout:
+def _make(offsets, lengths, padded, total, longest, least_rows, tokens, cp_size, cp_rank, cp_layout) -> THDLayout:
     local_rows = total // cp_size
     ends = padded.cumsum(0, dtype=torch.int32)
     cu_seqlens_padded = torch.nn.functional.pad(ends, (1, 0))
@@ -330,7 +350,18 @@ def _make(offsets, lengths, padded, total, longest, tokens, cp_size, cp_rank, cp
     # A copy: the layout is kept with its offsets and must not keep them alive
     starts = offsets[:-1].to(torch.int32, copy=True)
     return THDLayout(
-        cu_seqlens_padded, longest, local_rows, tokens, cp_size, cp_layout, starts, lengths, padded, chunk, shift
+        cu_seqlens_padded,
+        longest,
+        local_rows,
+        least_rows,
+        tokens,
+        cp_size,
+        cp_layout,
+        starts,
+        lengths,
+        padded,
+        chunk,
+        shift,
     )
 
 
