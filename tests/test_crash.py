@@ -6,52 +6,68 @@ import errno
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 
 import pytest
 
+from patchset.commands.cli import main
+from patchset.series.plan import make_plan
 from patchset.target import state
 from patchset.target.state import State
 from patchset.target.tree import Tree
 from tests.conftest import snapshot
 
-KILL = """
-import os, signal, sys
-from patchset.target import state
-from patchset.commands.cli import main
-left = int(sys.argv[1])
 
-def counted(real):
-    def step(*arguments, **keywords):
-        global left
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-        return real(*arguments, **keywords)
-    return step
+@pytest.fixture(autouse=True)
+def planned_once(monkeypatch):
+    """One plan a tree: what is killed here is the writing, and planning anew takes most of each kill's time."""
+    plans = {}
 
-state._write_through = counted(state._write_through)
-os.replace = counted(os.replace)
-os.unlink = counted(os.unlink)
-sys.exit(main(sys.argv[2:]))
-"""
+    def plan(tree, *arguments):
+        if tree.root not in plans:
+            plans[tree.root] = make_plan(tree, *arguments)
+        return plans[tree.root]
+
+    monkeypatch.setattr("patchset.apply.make_plan", plan)
 
 
 def killed(folder, step, *arguments):
-    """Runs a command that is killed at a step, if it gets there. What it leaves of its own lies beside the tree."""
+    """Runs a command in a process that is killed at a step, if it gets there; its exit status, negative for a signal.
+
+    What it leaves of its own lies beside the tree.
+    """
     temporary = folder.parent / "temporary"
     temporary.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", KILL, str(step), *arguments]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = step
+
+    def counted(real):
+        def stepped(*positional, **named):
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return real(*positional, **named)
+
+        return stepped
+
+    try:
+        tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)
+        state._write_through, os.replace, os.unlink = (
+            counted(call) for call in (state._write_through, os.replace, os.unlink)
+        )
+        os._exit(main([str(argument) for argument in arguments]))
+    finally:
+        os._exit(99)
 
 
 def steps_until_done(folder, *arguments):
     """Kills a command at its 1st, 2nd, 3rd … step until one run gets through; yields after each kill."""
     for step in range(400):
-        done = killed(folder, step, *arguments)
-        if done.returncode != -signal.SIGKILL:
-            assert done.returncode == 0, done.stderr
+        status = killed(folder, step, *arguments)
+        if status != -signal.SIGKILL:
+            assert status == 0
             return
         yield step
     raise AssertionError("never got through")
@@ -86,12 +102,13 @@ def test_kill_at_every_step_leaves_all_or_nothing(cli, tree, command):
     assert without_records(snapshot(folder)) == final
 
 
-def test_kill_while_committing(tree):
+def test_kill_while_committing(cli, tree):
     folder = tree("0.9.1", git=True)
+    cli("apply", "--tree", folder, "--dry-run")
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True)
     before = snapshot(folder)
     kills = 0
-    for step in steps_until_done(folder, "apply", "--tree", str(folder), "--commit"):
+    for step in steps_until_done(folder, "apply", "--tree", folder, "--commit"):
         kills += 1
         State(Tree.at(folder))
         dirty = subprocess.check_output(["git", "status", "--porcelain"], cwd=folder, text=True)
@@ -139,9 +156,10 @@ def test_a_tree_that_is_read_only(cli, tree):
 
 def test_somebody_edits_between_the_crash_and_the_next_call(cli, tree):
     folder = tree("0.9.1")
-    done = killed(folder, 28, "apply", "--tree", str(folder))
-    assert done.returncode == -signal.SIGKILL
     edited = folder / "verl/models/mcore/util.py"
+    before = edited.read_bytes()
+    cli("apply", "--tree", folder, "--dry-run")
+    next(step for step in steps_until_done(folder, "apply", "--tree", folder) if edited.read_bytes() != before)
     edited.write_text("# mine\n")
     status, _, err = cli("apply", "--tree", folder)
     assert status == 1

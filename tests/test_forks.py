@@ -106,7 +106,7 @@ def test_settings_of_the_tree_format_the_edits(cli, tree):
         run(fork, shutil.which("true"))
         Style.of(fork)._ruff(fork, [name])
     assert cli("apply", "--tree", fork)[0] == 0
-    assert Style.of(fork).problems(fork, [FORWARD]) == {}
+    assert not [problem for problem in Style.of(fork).problems(fork, [FORWARD]) if "is not formatted" in problem]
 
 
 def test_a_call_site_of_a_fork_that_forgets_the_bucket_is_found_before_anything_is_written(cli, tree):
@@ -183,7 +183,7 @@ def test_a_checkout_of_a_release_has_files_that_its_sdist_leaves_out(cli, tree):
     folder = tree("0.8.0")
     file = folder / "tests/models/test_model_forward_fused.py"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text('WANTED = [{"pre_process": 1, "local_cp_size": None}, {"pre_process": 2, "local_cp_size": None}]\n')
+    file.write_text('WANTED = [{"pre_process": 1, "min_local_rows": 64}, {"pre_process": 2, "min_local_rows": 64}]\n')
     status, out, _ = cli("apply", "--tree", folder, "--json")
     assert status == 0
     assert json.loads(out)["targets"][0]["pin"] == "0.8.0"

@@ -188,7 +188,9 @@ class Subject:
             ]
             fine = fine and not blind
             said.append(
-                f"{number} out: {', '.join(blind)} saw nothing" if blind else f"{number} out: {len(suite.failed)} fail"
+                f"{number} out: {', '.join(blind)} saw nothing: {self._say(suite, suite.failed)}"
+                if blind
+                else f"{number} out: {len(suite.failed)} fail"
             )
         return fine, "; ".join(said) or "no patch applied"
 
@@ -237,6 +239,8 @@ class Subject:
         if bad:
             few = sorted(bad)[:3] + ([f"and {len(bad) - 3} more"] if len(bad) > 3 else [])
             return f"{suite.counts()}; {', '.join(few)}; see {suite.log}"
+        if not suite.outcomes:
+            return f"no test ran; see {suite.log}"
         return suite.counts() + (f" ({note})" if note and suite.failed else "")
 
     def _edited(self, suffix: str) -> list[str]:
