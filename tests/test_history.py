@@ -76,7 +76,7 @@ def page_rows():
     rows = re.findall(r"^\| ([0-9a-f]{9}) \S+(?: to ([0-9a-f]{9}) \S+)? \| \d+ \| (.*?) \| ", history.PAGE.read_text(),
                       re.MULTILINE)  # fmt: skip
     assert len(rows) > 3
-    return [(commit, said) for first, last, said in rows for commit in {first, last} - {""}]
+    return [(commit, said) for first, last, said in rows for commit in sorted({first, last} - {""})]
 
 
 @pytest.mark.timeout(600)
