@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("--upstream", metavar="PATH", type=Path, help="clone of upstream: its commits are pins as well")
     test.add_argument("--history", action="store_true", help="on which commits of --upstream the series lands, instead")
     test.add_argument("--write", action="store_true", help="with --history: write docs/trees.md anew")
-    test.add_argument("--jobs", metavar="N", type=int, default=2, help="trees at a time (default: 2)")
+    test.add_argument("--jobs", metavar="N", type=int, default=2, help="trees, and own tests, at a time (default: 2)")
     test.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
     test.set_defaults(run=_test)
 
@@ -165,7 +165,7 @@ def _test(options: argparse.Namespace, errors: Console) -> int:
 
     everything = options.pin is None and options.tree is None
     if everything:
-        tell(proof.own_tests(errors))
+        tell(proof.own_tests(errors, options.jobs))
     names = options.pin or (list(known.pins) if everything else [])
     upstream = options.upstream or _upstream_from_environment()
     proof.verify(series, names, options.tree, upstream, proof.workspace_folder(), tell, options.jobs)

@@ -103,4 +103,6 @@ class Style:
         command = [executable("ruff"), "format", *self.settings, "--no-cache", "--quiet", *arguments]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise Conflict("the edited files cannot be formatted", tuple(done.stderr.strip().splitlines()))
+            raise Conflict(
+                f"{', '.join(arguments)} cannot be formatted after the edits", tuple(done.stderr.strip().splitlines())
+            )
