@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from patchset.proof import suites
 from patchset.proof.pins import Subject
 
 GENERATED = "verl/trainer/config/_generated_ppo_megatron_trainer.yaml"
@@ -52,3 +53,31 @@ def test_what_is_new_fails(subject):
     passed, detail = subject.yaml()
     assert not passed
     assert "pad_to_length_bucket" in detail
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """suite(source): outcome of a tree whose only test file is that."""
+
+    def run(source: str) -> suites.Suite:
+        (tmp_path / "tree").mkdir()
+        (tmp_path / "tree/pyproject.toml").write_text("")
+        (tmp_path / "tree/test_it.py").write_text(source)
+        return suites.run_suite(tmp_path / "tree", ["test_it.py"], tmp_path / "suite.log")
+
+    return run
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_suite_that_dies_has_failed_whatever_passed_before(suite, end):
+    died = suite(f"import os\n\ndef test_a():\n    pass\n\ndef test_b():\n    {end}\n")
+    assert died.outcomes["test_it.py::test_a"] == "passed"
+    assert died.failed == {"pytest died after 1 tests"}
+
+
+def test_a_suite_does_not_see_the_ci_service_that_it_runs_on(suite, monkeypatch):
+    # With these set pytest explains a failed comparison whole: minutes, for lists of some thousand numbers
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setenv("BUILD_NUMBER", "7")
+    seen = suite("import os\n\ndef test_a():\n    assert not {'CI', 'BUILD_NUMBER'} & set(os.environ)\n")
+    assert seen.outcomes == {"test_it.py::test_a": "passed"}

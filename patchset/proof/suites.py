@@ -23,6 +23,9 @@ from ..errors import UsageError
 #: One suite may take this long, in seconds, and one test of it a part of that.
 SUITE_LIMIT, TEST_LIMIT = 1500, 300
 
+#: pytest takes these for a CI service and then explains a failed comparison whole: minutes for a list of thousands.
+_CI = ("CI", "BUILD_NUMBER")
+
 #: A test of upstream that names one of these looks at code that the series edits.
 _TOUCHED = re.compile(
     r"preprocess_thd_|model_forward|McoreEngineConfig|megatron\.transformer_impl|router_replay_utils|mcore.util"
@@ -113,6 +116,8 @@ def run_suite(root: Path, tests: list[str], log: Path) -> Suite:
             "CUDA_VISIBLE_DEVICES": "",
             "PYTEST_ADDOPTS": "",
         }
+        for name in _CI:
+            environment.pop(name, None)
         # Without -c pytest looks for settings above the tree and would find this repository's
         command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "-q", "-rfE"]
         command += [
@@ -133,9 +138,11 @@ def run_suite(root: Path, tests: list[str], log: Path) -> Suite:
                     stdin=subprocess.DEVNULL, timeout=SUITE_LIMIT, check=False,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                return Suite({**_read(report), f"suite did not end within {SUITE_LIMIT} s": "failed"}, log)
-        outcomes = _read(report)
-        return Suite(outcomes or {"pytest did not start": "failed"}, log)
+                return Suite({**_read(report)[0], f"suite did not end within {SUITE_LIMIT} s": "failed"}, log)
+        outcomes, ended = _read(report)
+        if not outcomes and not ended:
+            return Suite({"pytest did not start": "failed"}, log)
+        return Suite(outcomes if ended else {**outcomes, f"pytest died after {len(outcomes)} tests": "failed"}, log)
 
 
 @contextmanager
@@ -147,14 +154,20 @@ def _empty(folder: Path) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read(report: Path) -> dict[str, str]:
+def _read(report: Path) -> tuple[dict[str, str], bool]:
+    """Outcomes that a report tells, and whether the session that wrote it came to its end."""
     outcomes: dict[str, str] = {}
+    ended = False
     for line in report.read_text(encoding="utf-8").splitlines() if report.exists() else ():
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # what a session that was killed was writing
+            break
+        ended = ended or entry.get("$report_type") == "SessionFinish"
         if entry.get("$report_type") == "CollectReport" and entry["outcome"] == "failed":
             outcomes[entry["nodeid"]] = "failed"
         if entry.get("$report_type") == "TestReport":
             worst = outcomes.get(entry["nodeid"])
             if entry["when"] == "call" or entry["outcome"] != "passed":
                 outcomes[entry["nodeid"]] = "failed" if "failed" in (worst, entry["outcome"]) else entry["outcome"]
-    return outcomes
+    return outcomes, ended

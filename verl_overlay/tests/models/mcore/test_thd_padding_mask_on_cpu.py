@@ -47,4 +47,4 @@ def test_mask_is_padding_of_the_layout(cp, tp, cp_layout, least):
     for lens in ([5], [40, 17], [1, 100, 3]):
         for rank in range(cp):
             mask, padding = both(lens, tp, cp, rank, cp_layout, least)
-            assert mask.tolist() == padding.tolist()
+            assert torch.equal(mask, padding)

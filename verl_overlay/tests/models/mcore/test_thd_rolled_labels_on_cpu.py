@@ -15,7 +15,7 @@
 
 import pytest
 import torch
-from thd_reference import layout, nested, pack, takes_bucket, value
+from thd_reference import assert_holds, layout, nested, pack, takes_bucket, value
 
 BATCHES = [[1], [10], [700, 37], [5, 3, 1], [1000, 1]]
 
@@ -33,8 +33,8 @@ def test_next_tokens_and_their_positions(monkeypatch, cp, tp, bucket):
             labels, _, positions = pack(monkeypatch, nested(lens), rank, tp, cp, need_roll=True, **kwargs)
             real = torch.tensor([pos < lens[seq] for seq, pos in rows])
             following = [(seq, (pos + 1) % lens[seq]) for seq, pos in rows if pos < lens[seq]]
-            assert labels[real].tolist() == [value(seq, pos) for seq, pos in following]
-            assert positions[real].tolist() == [pos for _, pos in following]
+            assert_holds(labels[real], [value(seq, pos) for seq, pos in following])
+            assert_holds(positions[real], [pos for _, pos in following])
 
 
 def test_two_ranks_by_hand(monkeypatch):

@@ -90,6 +90,11 @@ def value(seq: int, pos: int) -> int:
     return 100_000 * (seq + 1) + pos + 1
 
 
+def assert_holds(actual: torch.Tensor, expected: list) -> None:
+    """Like `assert actual.tolist() == expected`, which pytest explains by a diff that takes minutes for long lists."""
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=actual.dtype), rtol=0, atol=0)
+
+
 def pack(monkeypatch, batch: torch.Tensor, rank: int = 0, tp: int = 1, cp: int = 1, **kwargs):
     """Calls the packer as rank `rank` of a cp-sized group would; returns (rows, packed_seq_params, positions)."""
     monkeypatch.setattr(util.mpu, "get_tensor_model_parallel_world_size", lambda: tp)

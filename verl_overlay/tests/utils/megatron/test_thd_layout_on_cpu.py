@@ -135,8 +135,8 @@ def check_everything(lens, tp, cp, cp_layout, fp8, least, bucket, dims):
         assert layout.local_rows % tp == 0
         real = [pos < lens[seq] for seq, pos in held]
         wanted = [starts[seq] + pos + 1 if pos < lens[seq] else 0 for seq, pos in held]
-        assert layout.pack(ids).tolist() == wanted
-        assert layout.position_ids.tolist() == [pos if pos < lens[seq] else 0 for seq, pos in held]
+        assert torch.equal(layout.pack(ids), torch.tensor(wanted))
+        assert torch.equal(layout.position_ids, torch.tensor([pos if pos < lens[seq] else 0 for seq, pos in held]))
         following = [
             starts[seq] + pos + 2
             if pos + 1 < lens[seq]
@@ -145,8 +145,9 @@ def check_everything(lens, tp, cp, cp_layout, fp8, least, bucket, dims):
             else 0
             for seq, pos in held
         ]
-        assert layout.pack_next(ids).tolist() == following
-        assert layout.next_position_ids.tolist() == [pos + 1 if pos + 1 < lens[seq] else 0 for seq, pos in held]
+        assert torch.equal(layout.pack_next(ids), torch.tensor(following))
+        next_positions = [pos + 1 if pos + 1 < lens[seq] else 0 for seq, pos in held]
+        assert torch.equal(layout.next_position_ids, torch.tensor(next_positions))
         every.append(layout.pack(values))
         assert not every[-1][~torch.tensor(real, dtype=torch.bool)].any()
     seen = sorted(token for layout in layouts for token in layout.pack(ids).tolist() if token)
@@ -207,7 +208,7 @@ def test_chunks_are_those_of_megatron_cores_rope(cp):
             angles = torch.arange(length, dtype=torch.float).view(-1, 1, 1, 1)
             rows = torch.zeros(length // cp, 1, 1)
             cut.append(rope._get_thd_freqs_on_this_cp_rank(rank, cp, rows, angles).flatten())
-        assert layout.position.tolist() == torch.cat(cut).int().tolist()
+        assert torch.equal(layout.position, torch.cat(cut).to(layout.position.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.long, torch.bool, torch.bfloat16, torch.float64])
